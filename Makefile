@@ -1,0 +1,52 @@
+# Every target sets up what it needs: `make test` on a fresh machine is the whole setup.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+
+.PHONY: help
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+$(STAMP): pyproject.toml Makefile
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "rd2h needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version 2>&1). Try: make PYTHON=python3.11 $(MAKECMDGOALS)" >&2; exit 1; }
+	$(PYTHON) -m venv --clear $(VENV)
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	@touch $@
+
+.PHONY: setup
+setup: $(STAMP) ## create .venv and install rd2h with its development tools
+
+.PHONY: lint
+lint: $(STAMP) ## formatter, linter, types, import contracts, generated code
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python -m codegen check
+
+.PHONY: test
+test: lint ## every check and every test, with coverage
+	$(BIN)/pytest --cov
+
+.PHONY: test-fast
+test-fast: $(STAMP) ## the tests that take milliseconds
+	$(BIN)/pytest -m 'not slow'
+
+.PHONY: generate
+generate: $(STAMP) ## write everything that follows from schemas/
+	$(BIN)/python -m codegen generate
+
+.PHONY: format
+format: $(STAMP) ## format the code and fix what the linter can fix
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+.PHONY: clean
+clean: ## remove the virtual environment and every cache
+	rm -rf $(VENV) .coverage .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
