@@ -1,0 +1,182 @@
+"""Bytes to messages and back: the only place that reads or writes the control protocol.
+
+The layout of each message is in the generated :mod:`rd2h.wire.tables`. Both functions are pure
+and may be called from any thread.
+
+The writer proves what it wrote by reading it back: a frame leaves here only if the peer's
+reader, which is the same code, gives back the message that was meant. That one rule covers a
+value of a wrong type, a number out of range, lists that do not belong together, and a field
+that the peer's version cannot carry.
+"""
+
+import re
+import reprlib
+from collections.abc import Iterator
+
+import msgspec
+from msgspec import Struct
+
+from rd2h.wire.errors import (
+    MalformedMessageError,
+    UnencodableMessageError,
+    UnknownMessageError,
+    UnsupportedVersionError,
+    WireError,
+)
+from rd2h.wire.messages import MINIMUM_VERSION, PROTOCOL_VERSION, Message
+from rd2h.wire.support import MessageSpec, Payload, at_key, malformed, unpack
+from rd2h.wire.tables import DROPPABLE, MESSAGES
+
+__all__ = ["decode", "encode"]
+
+
+class _Tagged(Struct, frozen=True, array_like=True):
+    """The part that all messages but the raw ones have in common."""
+
+    tag: bytes
+
+
+_ENCODER = msgspec.msgpack.Encoder()
+_TAGGED = msgspec.msgpack.Decoder(_Tagged)
+_BY_TYPE = {spec.message: spec for spec in MESSAGES}
+_BY_TAG = {spec.tag: spec for spec in MESSAGES if not spec.raw}
+_RAW = {spec.tag: spec for spec in MESSAGES if spec.raw}
+_LONGEST_RAW = max(map(len, _RAW))
+
+
+def decode(payload: Payload) -> Message:
+    """Read one message, of any version.
+
+    Fields that the sender's version lacks hold their defaults; trailing fields and map keys of a
+    newer sender are ignored. Nothing is coerced: a number that arrives as text is a fault.
+
+    Args:
+        payload: One ZMQ frame; the empty delimiter frames are dropped before.
+
+    Raises:
+        UnknownMessageError: for a well-formed array with a tag that no message has.
+        MalformedMessageError: for anything else that is not a message, trailing bytes included.
+    """
+    if len(payload) == 0:
+        raise MalformedMessageError("$", "the payload is empty")
+    # A raw message is looked up before msgpack is tried: its bytes mean something else there.
+    spec = _RAW.get(bytes(payload)) if len(payload) <= _LONGEST_RAW else None
+    if spec is None:
+        tag = unpack(_TAGGED, payload).tag
+        spec = _BY_TAG.get(tag)
+        if spec is None:
+            known = ", ".join(sorted(tag.decode() for tag in _BY_TAG))
+            raise UnknownMessageError("$[0]", f"unknown tag {reprlib.repr(tag)}; known: {known}")
+    message: Message = spec.unpack(payload)
+    return message
+
+
+def encode(message: Message, version: int = PROTOCOL_VERSION) -> bytes:
+    """Write one message as a peer of ``version`` would write it.
+
+    Args:
+        message: What to say.
+        version: Protocol version of the peer, ``MINIMUM_VERSION`` to ``PROTOCOL_VERSION``.
+
+    Raises:
+        UnsupportedVersionError: for a version outside that range.
+        UnencodableMessageError: if the message holds what its types do not allow, or if a field
+            that ``version`` lacks carries something other than its default (unless the schema
+            lets it be dropped).
+    """
+    if not MINIMUM_VERSION <= version <= PROTOCOL_VERSION:
+        raise UnsupportedVersionError(
+            "$", f"version {version} is not in {MINIMUM_VERSION} to {PROTOCOL_VERSION}"
+        )
+    spec = _BY_TYPE.get(type(message))
+    if spec is None:
+        raise UnencodableMessageError("$", f"{type(message).__name__} is not a message")
+    if spec.since > version:
+        raise UnencodableMessageError(
+            "$", f"{type(message).__name__} is new in {spec.since}, and the peer has {version}"
+        )
+    if spec.raw:
+        return spec.tag
+    try:
+        payload = _ENCODER.encode(spec.pack(message, version))
+        _prove(spec, message, payload, version)
+    except MalformedMessageError as error:
+        raise UnencodableMessageError(error.path, error.reason) from error
+    except WireError:
+        raise
+    except (AttributeError, OverflowError, RecursionError, TypeError, ValueError) as error:
+        # AttributeError and TypeError: a field holds something of a quite different type.
+        raise _unencodable(message, error) from error
+    return payload
+
+
+def _prove(spec: MessageSpec[Message], message: Message, payload: bytes, version: int) -> None:
+    """Read a payload back and raise if the peer would understand something else."""
+    back = spec.unpack(payload)
+    if back == message:
+        return
+    for path, ours, theirs in _differences("$", message, back, first=1):
+        raise UnencodableMessageError(
+            path,
+            f"version {version} cannot carry {reprlib.repr(ours)}: "
+            f"the peer would read {reprlib.repr(theirs)}",
+        )
+
+
+def _differences(
+    path: str, ours: object, theirs: object, first: int = 0
+) -> Iterator[tuple[str, object, object]]:
+    """Yield ``(path, ours, theirs)`` wherever two values differ that had to be equal."""
+    if type(ours) is not type(theirs):
+        yield path, ours, theirs
+    elif isinstance(ours, Struct):
+        for here, name, value in _fields(path, ours, first):
+            if (type(ours), name) not in DROPPABLE:
+                yield from _differences(here, value, getattr(theirs, name))
+    elif isinstance(ours, list) and isinstance(theirs, list) and len(ours) == len(theirs):
+        for index, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+            yield from _differences(f"{path}[{index}]", one, other)
+    elif isinstance(ours, dict) and isinstance(theirs, dict) and ours.keys() == theirs.keys():
+        for key, value in ours.items():
+            yield from _differences(at_key(path, key), value, theirs[key])
+    elif ours != theirs:
+        yield path, ours, theirs
+
+
+def _fields(path: str, value: Struct, first: int) -> Iterator[tuple[str, str, object]]:
+    """Yield ``(path, name, value)`` of each field; ``first`` is the first one's index."""
+    for index, name in enumerate(value.__struct_fields__, start=first):
+        here = f"[{index}]" if value.__struct_config__.array_like else f".{name}"
+        yield path + here, name, getattr(value, name)
+
+
+def _unencodable(message: Message, error: Exception) -> UnencodableMessageError:
+    """Find the place of a fault that kept msgpack from encoding a message at all."""
+    for path, reason in _unserialisable("$", message, first=1):
+        return UnencodableMessageError(path, reason)
+    try:
+        # As a plain array, without the tag, so that indices are one short.
+        msgspec.msgpack.decode(_ENCODER.encode(message), type=type(message))
+    except msgspec.DecodeError as found:
+        fault = malformed(found)
+        path = re.sub(r"\[(\d+)\]", lambda m: f"[{int(m[1]) + 1}]", fault.path, count=1)
+        return UnencodableMessageError(path, fault.reason)
+    return UnencodableMessageError("$", str(error))
+
+
+def _unserialisable(path: str, value: object, first: int = 0) -> Iterator[tuple[str, str]]:
+    """Yield ``(path, reason)`` for every value inside ``value`` that msgpack cannot carry."""
+    if isinstance(value, Struct):
+        for here, _, part in _fields(path, value, first):
+            yield from _unserialisable(here, part)
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            yield from _unserialisable(f"{path}[{index}]", item)
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from _unserialisable(at_key(path, str(key)), item)
+    else:
+        try:
+            _ENCODER.encode(value)
+        except (OverflowError, TypeError, ValueError) as error:
+            yield path, f"{reprlib.repr(value)}: {error}"
