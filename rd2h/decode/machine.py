@@ -188,7 +188,6 @@ class ReceiverMachine:
         known.lost = True
         actions: list[Action] = []
         for batch in known.batches:
-            self._requests.fail(batch.ext_ids, reason, now)
             if batch.stage is _Stage.ANSWERING:
                 self._close_batch(batch, now)
         self._requests.peer_lost(peer, reason, now)
