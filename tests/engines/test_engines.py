@@ -1,0 +1,42 @@
+"""The package itself: what it exports, what it imports, how engines are chosen."""
+
+import subprocess
+import sys
+
+import pytest
+
+from rd2h import engines
+from rd2h.engines import EngineUnavailableError, TransferEngine, create_engine
+from rd2h.engines.host import HostEngine
+from rd2h.engines.memory import MemoryEngine, MemoryFabric
+from rd2h.engines.nixl import NixlEngine
+
+
+def test_engines_are_chosen_by_name() -> None:
+    assert isinstance(create_engine("host"), HostEngine)
+    nixl = create_engine("nixl", timeout=3)
+    assert isinstance(nixl, NixlEngine)
+    nixl.close()
+
+
+@pytest.mark.parametrize("name", ["memfabric", "memory", "", "../x"])
+def test_engines_that_are_not_there(name: str) -> None:
+    with pytest.raises(EngineUnavailableError, match="choose host"):
+        create_engine(name)
+
+
+def test_every_engine_has_the_type_of_the_protocol() -> None:
+    made: list[TransferEngine] = [HostEngine(), MemoryEngine(MemoryFabric()), NixlEngine()]
+    for engine in made:
+        engine.close()
+
+
+def test_all_names_exist_in_order() -> None:
+    assert [name for name in engines.__all__ if not hasattr(engines, name)] == []
+
+
+@pytest.mark.slow
+def test_importing_the_package_imports_no_library() -> None:
+    code = "import rd2h.engines, sys; print([m for m in sys.modules if m.startswith('nixl')])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
