@@ -37,6 +37,7 @@ _Unsigned: TypeAlias = NDArray[np.uint64]
 _BlockIds: TypeAlias = NDArray[np.int64]
 
 _MAX_DESTINATION_ID = 2**63 - 1
+_ONE: Final = np.ones(1, np.uint64)
 
 
 class ReadPlanError(ValueError):
@@ -298,7 +299,8 @@ def _merged(
 
     source = np.frombuffer(ids, np.uint64)
     # Never negative, so the view keeps every value; int64 mixed with uint64 would turn float.
-    destination = np.concatenate(parts).view(np.uint64)
+    joined = parts[0] if len(parts) == 1 else np.concatenate(parts)
+    destination = joined.view(np.uint64)
     source_limit = min(tensor.addressable_blocks for tensor in remote)
     if int(source.max()) >= source_limit:
         at = int(source.argmax())
@@ -315,7 +317,7 @@ def _merged(
             f"{destination[at]} is outside decode's tensor of {destination_limit} blocks"
         )
 
-    if not bool((destination[1:] > destination[:-1]).all()):
+    if source.size > 1 and not bool((destination[1:] > destination[:-1]).all()):
         order = destination.argsort()
         source, destination = source[order], destination[order]
         repeated = destination[1:] == destination[:-1]
@@ -328,6 +330,8 @@ def _merged(
                 f"{_owner(entries, parts, later)}"
             )
 
+    if source.size == 1:
+        return _Runs(source, destination, _ONE, 1)
     # A difference of 1 cannot come from wrapping: ids are below 2**64 - 1.
     gaps = (destination[1:] - destination[:-1]) != 1
     gaps |= (source[1:] - source[:-1]) != 1
