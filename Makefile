@@ -15,7 +15,8 @@ $(STAMP): pyproject.toml Makefile
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "rd2h needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version 2>&1). Try: make PYTHON=python3.11 $(MAKECMDGOALS)" >&2; exit 1; }
 	$(PYTHON) -m venv --clear $(VENV)
-	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --editable '.[dev,cli]'
+	$(BIN)/python -m pip install --quiet --no-deps nixl==1.5.1 nixl-cu12==1.5.1
 	@touch $@
 
 .PHONY: setup
@@ -36,6 +37,17 @@ test: lint ## every check and every test, with coverage
 .PHONY: test-fast
 test-fast: $(STAMP) ## the tests that take milliseconds
 	$(BIN)/pytest -m 'not slow'
+
+.PHONY: demo
+demo: $(STAMP) ## move a DeepSeek-V3.2-shaped cache between real processes, and check every byte
+	$(BIN)/rd2h demo
+
+.PHONY: bench
+bench: $(STAMP) ## every benchmark; each against a baseline in the same run
+	$(BIN)/python -m benchmarks.round_trip --grow
+	$(BIN)/python -m benchmarks.planning --grow
+	$(BIN)/python -m benchmarks.idle
+	$(BIN)/python -m benchmarks.host_engine
 
 .PHONY: generate
 generate: $(STAMP) ## write everything that follows from schemas/
