@@ -22,6 +22,10 @@ HEARTBEAT_INTERVAL = 2.0
 HEARTBEAT_TIMEOUT = 10.0
 """Seconds without any sign of life after which a connection counts as lost."""
 
+MESSAGES_AT_A_TIME = 256
+"""Messages that a shell takes from one socket before it looks at everything else: a peer that
+sends faster than they can be looked at must not keep it from results, deadlines and its end."""
+
 
 class Wakeup:
     """Makes a poll in another thread return.

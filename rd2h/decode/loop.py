@@ -23,7 +23,7 @@ from rd2h.decode.machine import Action, Finish, ForgetSession, Read, ReceiverMac
 from rd2h.decode.pool import ReadPool, ReadResult
 from rd2h.decode.requests import Finished
 from rd2h.reads import RequestDestination
-from rd2h.sockets import LimitedLog, Wakeup, drain_monitor, payload_of
+from rd2h.sockets import MESSAGES_AT_A_TIME, LimitedLog, Wakeup, drain_monitor, payload_of
 from rd2h.wire import MfMeta, MfMetaAck, ReadDone, ReadFailed, ReadReadyBatch
 from rd2h.wire import decode as decode_message
 from rd2h.wire import encode as encode_message
@@ -169,7 +169,7 @@ class ReceiverLoop:
         self._perform(self._machine.tick(time.monotonic()))
 
     def _receive(self) -> None:
-        while True:
+        for _ in range(MESSAGES_AT_A_TIME):
             try:
                 peer, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:

@@ -99,6 +99,7 @@ class Receiver:
         self._registered: set[str] = set()
         self._fault: Exception | None = None
         self._stop_at: float | None = None
+        self._closed = False
         self._pool = ReadPool(options.read_threads, reader, scope, self._inbox.wakeup.set)
         machine = ReceiverMachine(
             layers, park_timeout=options.park_timeout, idle_timeout=options.idle_timeout
@@ -130,7 +131,7 @@ class Receiver:
                     f"finished before its id is used again"
                 )
             self._registered.add(destination.ext_id)
-        self._inbox.put(Register(destination))
+            self._inbox.put(Register(destination))
 
     def abort(self, ext_id: str) -> None:
         """A request is not wanted any more: no read starts for it from some moment on.
@@ -138,8 +139,13 @@ class Receiver:
         It is reported as finished once reads in flight are over; only then may its blocks be
         used for anything else. Batches that still come for it are acknowledged without reading.
         A request that was never registered may be aborted too; it is not reported.
+
+        Raises:
+            ReceiverBrokenError, ReceiverClosedError: if nothing is reported any more.
         """
-        self._inbox.put(Abort(ext_id))
+        with self._outbox:
+            self._raise_fault()
+            self._inbox.put(Abort(ext_id))
 
     def take_finished(self) -> list[Finished]:
         """Requests that have ended since the last call, each once; does not block.
@@ -162,12 +168,13 @@ class Receiver:
         """Finish reads in flight, then end every thread and close the socket.
 
         Raises:
-            TimeoutError: if a read or a thread does not end within ``timeout`` seconds.
+            TimeoutError: if a read or a thread does not end within ``timeout`` seconds; another
+                call waits for it again.
         """
-        if self._stop_at is not None:
+        if self._closed:
             return
         deadline = time.monotonic() + timeout
-        self._stop_at = deadline
+        self._stop_at = self._stop_at or deadline
         self._inbox.wakeup.set()
         self._thread.join(timeout + 1.0)
         alive = self._pool.close(deadline)
@@ -176,9 +183,12 @@ class Receiver:
             self._outbox.notify_all()
         if self._thread.is_alive():
             alive.append(self._thread.name)
+        else:
+            # Not `term`, which would wait for a socket that a fault in there has left open.
+            self._context.destroy(0)
         if alive:
             raise TimeoutError(f"{', '.join(alive)} did not end within {timeout:g} s")
-        self._context.term()
+        self._closed = True
         self._inbox.wakeup.close()
 
     # -------------------------------------------------------------------------------- internals

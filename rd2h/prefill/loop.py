@@ -24,7 +24,14 @@ from rd2h.prefill.machine import (
     Send,
     SenderMachine,
 )
-from rd2h.sockets import LimitedLog, Wakeup, drain_monitor, new_socket, payload_of
+from rd2h.sockets import (
+    MESSAGES_AT_A_TIME,
+    LimitedLog,
+    Wakeup,
+    drain_monitor,
+    new_socket,
+    payload_of,
+)
 from rd2h.wire import MfMeta, MfMetaAck, ReadDone, ReadFailed, ReadReadyBatch
 from rd2h.wire import decode as decode_message
 from rd2h.wire import encode as encode_message
@@ -76,7 +83,7 @@ class _Connection:
 
 
 class SenderLoop:
-    """Carries out what the machine decides; `run` is the thread's body.
+    """Carries out what the machine decides; `run`, then `close` is the thread's body.
 
     Args:
         machine: The state machine, used by this thread only.
@@ -100,21 +107,25 @@ class SenderLoop:
         self._release = release
         self._failed = failed
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        # Three for each connection, with the two ends of its monitor; zmq's limit is 1023.
+        self._context.set(zmq.MAX_SOCKETS, 65535)
         self._poller = zmq.Poller()
         self._connections: dict[str, _Connection] = {}
         self._garbage = LimitedLog(logger)
 
     def run(self) -> None:
-        """Move messages until stopping; afterwards every hold is released and socket closed."""
+        """Move messages until stopping; `close` must follow, on the same thread."""
         self._poller.register(self._inbox.wakeup.fileno(), zmq.POLLIN)
-        try:
-            while not self._stopping():
-                self._turn({source for source, _ in self._poller.poll(self._timeout())})
-        finally:
-            self._perform(self._machine.close())
-            for connection in list(self._connections.values()):
-                self._disconnect(connection)
-            self._context.term()
+        while not self._stopping():
+            self._turn({source for source, _ in self._poller.poll(self._timeout())})
+
+    def close(self) -> None:
+        """Release every hold and close every socket, also after a fault in `run`."""
+        self._perform(self._machine.close())
+        for connection in list(self._connections.values()):
+            self._disconnect(connection)
+        # Not `term`, which would wait for a socket that a fault has left open.
+        self._context.destroy(0)
 
     def _timeout(self) -> int | None:
         deadline = self._machine.next_deadline()
@@ -138,7 +149,7 @@ class SenderLoop:
         self._perform(self._machine.tick(time.monotonic()))
 
     def _receive(self, connection: _Connection) -> None:
-        while True:
+        for _ in range(MESSAGES_AT_A_TIME):
             try:
                 frames = connection.socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
@@ -177,7 +188,8 @@ class SenderLoop:
             self._perform(actions)
 
     def _perform(self, actions: list[Action]) -> None:
-        for action in actions:
+        # Gates open last: a wait that a lost batch ends must find out that it was lost.
+        for action in sorted(actions, key=lambda action: isinstance(action, Release)):
             match action:
                 case Send(endpoint, number, message):
                     self._send(endpoint, number, encode_message(message))
@@ -194,19 +206,32 @@ class SenderLoop:
 
     def _send(self, endpoint: str, number: int, payload: bytes) -> None:
         connection = self._connections.get(endpoint)
-        if connection is not None and connection.number == number:
+        if connection is None or connection.number != number:
+            return
+        try:
             connection.socket.send(payload, zmq.NOBLOCK)
+        except zmq.Again:
+            # Nothing reconnects after a fault in the peer's ZMTP; the monitor has yet to say so.
+            self._perform(self._machine.lost(endpoint, number, "the connection was lost"))
 
     def _connect(self, action: Connect) -> None:
-        socket = new_socket(self._context, zmq.DEALER, action.endpoint)
-        monitor: zmq.Socket[bytes] = socket.get_monitor_socket(_WATCHED)
+        socket: zmq.Socket[bytes] | None = None
+        try:
+            socket = new_socket(self._context, zmq.DEALER, action.endpoint)
+            monitor: zmq.Socket[bytes] = socket.get_monitor_socket(_WATCHED)
+        except zmq.ZMQError as error:
+            if socket is not None:
+                socket.close(0)
+            reason = f"no socket can be opened for {action.endpoint}: {error}"
+            self._perform(self._machine.refused(action.endpoint, action.connection, reason))
+            return
         connection = _Connection(action.endpoint, action.connection, socket, monitor)
         self._connections[action.endpoint] = connection
         self._poller.register(socket, zmq.POLLIN)
         self._poller.register(monitor, zmq.POLLIN)
         try:
             socket.connect(action.endpoint)
-        except zmq.ZMQError as error:
+        except (zmq.ZMQError, ValueError) as error:  # ValueError: no text that can be encoded
             reason = f"{action.endpoint} is no address to connect to: {error}"
             self._perform(self._machine.refused(action.endpoint, action.connection, reason))
 

@@ -107,6 +107,7 @@ class Sender:
         self._undone = _Counter()  # tasks that the event thread has not handed on
         self._failures: deque[Failed] = deque()
         self._closing = threading.Event()
+        self._closed = False
         self.stats = SenderStats()
         machine = SenderMachine(
             MfMeta(session, {name: layout.to_wire() for name, layout in layers.items()}),
@@ -116,9 +117,11 @@ class Sender:
         loop = SenderLoop(
             machine, self._inbox, self._closing.is_set, self._on_release, self._on_failed
         )
+        # A fault of the loop is known before its end opens the gates.
+        bodies = {"rd2h-send": (loop.run, loop.close), "rd2h-events": (self._wait_for_events,)}
         self._threads = [
-            threading.Thread(target=self._guard, args=(body,), name=name, daemon=True)
-            for name, body in (("rd2h-send", loop.run), ("rd2h-events", self._wait_for_events))
+            threading.Thread(target=self._guard, args=body, name=name, daemon=True)
+            for name, body in bodies.items()
         ]
         for thread in self._threads:
             thread.start()
@@ -168,16 +171,22 @@ class Sender:
         return self._wait(None, timeout, "draining")
 
     def forget(self, ext_id: str) -> None:
-        """A request is over on Prefill: nothing more will be announced for it."""
+        """A request is over on Prefill: nothing more will be announced for it.
+
+        Raises:
+            SenderBrokenError, SenderClosedError: if nothing can be announced any more.
+        """
+        self._check_alive()
         self._inbox.put([Forget(ext_id)])
 
     def close(self, timeout: float = 5.0) -> None:
         """End the threads and close the sockets; what is not answered has failed.
 
         Raises:
-            TimeoutError: if a thread did not end within ``timeout`` seconds; it says which.
+            TimeoutError: if a thread did not end within ``timeout`` seconds; it says which, and
+                another call waits for it again.
         """
-        if self._closing.is_set():
+        if self._closed:
             return
         self._closing.set()
         self._inbox.wakeup.set()
@@ -188,6 +197,7 @@ class Sender:
         alive = [thread.name for thread in self._threads if thread.is_alive()]
         if alive:
             raise TimeoutError(f"{', '.join(alive)} did not end within {timeout:g} s")
+        self._closed = True
         self._gates.fail(SenderClosedError("the sender is closed"))
         self._inbox.wakeup.close()
 
@@ -201,10 +211,13 @@ class Sender:
         self._check()
         return waited
 
-    def _check(self) -> None:
+    def _check_alive(self) -> None:
         self._gates.raise_fault()
         if self._closing.is_set():
             raise SenderClosedError("the sender is closed")
+
+    def _check(self) -> None:
+        self._check_alive()
         if self._failures and self._options.failure_policy == "raise":
             failed = self._failures.popleft()
             raise LayerSendError(failed.layer_name, failed.endpoint, failed.ext_ids, failed.reason)
@@ -233,15 +246,16 @@ class Sender:
             self._inbox.put(pending.announcements)
             self._undone.add(-1)
 
-    def _guard(self, body: Callable[[], None]) -> None:
+    def _guard(self, *steps: Callable[[], None]) -> None:
         """Run a thread's body; a fault there must reach the compute thread, whatever it is."""
-        try:
-            body()
-        except BaseException as error:
-            logger.exception("%s has failed", threading.current_thread().name)
-            broken = SenderBrokenError(f"{threading.current_thread().name} has failed: {error}")
-            broken.__cause__ = error
-            self._gates.fail(broken)
+        for step in steps:
+            try:
+                step()
+            except BaseException as error:
+                logger.exception("%s has failed", threading.current_thread().name)
+                broken = SenderBrokenError(f"{threading.current_thread().name} has failed: {error}")
+                broken.__cause__ = error
+                self._gates.fail(broken)
 
 
 class _Now:
