@@ -16,6 +16,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import TypeAlias
 
 import zmq
 
@@ -28,13 +30,16 @@ from rd2h.wire import MfMeta, MfMetaAck, ReadDone, ReadFailed, ReadReadyBatch
 from rd2h.wire import decode as decode_message
 from rd2h.wire import encode as encode_message
 
-__all__ = ["Abort", "Callbacks", "Inbox", "ReceiverLoop", "Register"]
+__all__ = ["Abort", "Ask", "Callbacks", "Inbox", "ReceiverLoop", "Register"]
 
 logger = logging.getLogger(__name__)
 
 _PROBE_DELAYS = (0.0, 0.02, 0.1, 0.5, 2.0)
 """When to ask peers after a connection broke, in seconds: the monitor may speak a moment before
 the ROUTER has let go of the connection."""
+
+_LINGER_MS = 500
+"""How long a closed socket goes on sending what it was given, in milliseconds."""
 
 
 @dataclass(frozen=True)
@@ -51,19 +56,29 @@ class Abort:
     ext_id: str
 
 
+@dataclass(frozen=True)
+class Ask:
+    """Somebody wants to know how much the machine keeps; the answer goes into the queue."""
+
+    answer: SimpleQueue[dict[str, int]]
+
+
+Item: TypeAlias = Register | Abort | Ask
+
+
 class Inbox:
     """What other threads want of the socket thread; any thread may `put`."""
 
     def __init__(self) -> None:
-        self._items: deque[Register | Abort] = deque()
+        self._items: deque[Item] = deque()
         self.wakeup = Wakeup()
 
-    def put(self, item: Register | Abort) -> None:
+    def put(self, item: Item) -> None:
         """Hand work over and wake the thread."""
         self._items.append(item)
         self.wakeup.set()
 
-    def take(self) -> Iterable[Register | Abort]:
+    def take(self) -> Iterable[Item]:
         """Yield what there is."""
         self.wakeup.clear()
         while self._items:
@@ -128,7 +143,8 @@ class ReceiverLoop:
         finally:
             self._socket.disable_monitor()
             monitor.close(0)
-            self._socket.close(0)
+            # The answers to the last reads may still be on their way out.
+            self._socket.close(_LINGER_MS)
 
     def _over(self) -> bool:
         until = self._callbacks.stopping()
@@ -157,10 +173,13 @@ class ReceiverLoop:
             self._receive()
         for item in self._inbox.take():
             now = time.monotonic()
-            if isinstance(item, Register):
-                self._perform(self._machine.register(item.destination, now))
-            else:
-                self._perform(self._machine.abort(item.ext_id, now))
+            match item:
+                case Register(destination):
+                    self._perform(self._machine.register(destination, now))
+                case Abort(ext_id):
+                    self._perform(self._machine.abort(ext_id, now))
+                case Ask(answer):
+                    answer.put(self._machine.sizes())
         for result in self._pool.results():
             self._callbacks.read(result)
             self._perform(

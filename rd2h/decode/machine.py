@@ -193,7 +193,7 @@ class ReceiverMachine:
         self._requests.peer_lost(peer, reason, now)
         known.batches = [batch for batch in known.batches if batch.stage is _Stage.READING]
         if not known.batches:
-            actions += self._forget_session(known)
+            actions += self._forget_session(known.session)
         return [*actions, *self._finishes()]
 
     # -------------------------------------------------------------------- from reads and replies
@@ -204,7 +204,7 @@ class ReceiverMachine:
         if not batch.peer.lost:
             return [*self._answer(batch, error, now), *self._finishes()]
         self._close_batch(batch, now)
-        return [*self._forget_session(batch.peer), *self._finishes()]
+        return [*self._forget_session(batch.peer.session), *self._finishes()]
 
     def replied(self, batch_id: int, delivered: bool, now: float) -> list[Action]:
         """A reply was handed to the peer's connection, or there was none any more."""
@@ -306,7 +306,7 @@ class ReceiverMachine:
 
     def _greet(self, identity: bytes, metadata: MfMeta) -> list[Action]:
         peer = self._peers.setdefault(identity, _Peer(identity))
-        peer.session = metadata.session
+        before, peer.session = peer.session, metadata.session
         peer.layers = {}
         for name, layer in metadata.layers.items():
             # A layer that makes no sense fails when it is announced, and hurts no other.
@@ -314,7 +314,8 @@ class ReceiverMachine:
                 peer.layers[name] = LayerLayout.from_wire(name, layer)
             except LayoutError as error:
                 peer.layers[name] = error
-        return [Reply(identity, MfMetaAck(), None)]
+        reply = Reply(identity, MfMetaAck(), None)
+        return [reply, *self._forget_session(before)] if before else [reply]
 
     def _advance_all(self, now: float) -> list[Action]:
         actions: list[Action] = []
@@ -390,9 +391,9 @@ class ReceiverMachine:
         del self._active[batch.id]
         self._requests.let_go(batch.held, now)
 
-    def _forget_session(self, peer: _Peer) -> list[Action]:
-        used = any(other.session == peer.session for other in self._peers.values())
-        return [] if used else [ForgetSession(peer.session)]
+    def _forget_session(self, session: str) -> list[Action]:
+        used = any(peer.session == session for peer in self._peers.values())
+        return [] if used else [ForgetSession(session)]
 
     def _never_registered(self, batch: _Batch, unknown: list[str]) -> str:
         return (

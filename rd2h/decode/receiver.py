@@ -17,11 +17,12 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from queue import Empty, SimpleQueue
 
 import zmq
 
 from rd2h.decode.errors import PortTakenError, ReceiverBrokenError, ReceiverClosedError
-from rd2h.decode.loop import Abort, Callbacks, Inbox, ReceiverLoop, Register
+from rd2h.decode.loop import Abort, Ask, Callbacks, Inbox, ReceiverLoop, Register
 from rd2h.decode.machine import ReceiverMachine
 from rd2h.decode.options import ReceiverOptions
 from rd2h.decode.pool import Reader, ReadPool, ReadResult
@@ -163,6 +164,28 @@ class Receiver:
             self._outbox.wait_for(lambda: self._finished or self._fault, timeout)
             self._raise_fault()
             return self._take()
+
+    def sizes(self, timeout: float = 5.0) -> dict[str, int]:
+        """How much is kept, by kind.
+
+        All but ``peers`` (connections) and ``ended`` (ids that are remembered for a while) are
+        zero when nothing goes on.
+
+        Args:
+            timeout: Seconds to wait for the socket thread.
+
+        Raises:
+            TimeoutError: if it does not answer.
+            ReceiverBrokenError, ReceiverClosedError: if it has ended.
+        """
+        answer: SimpleQueue[dict[str, int]] = SimpleQueue()
+        with self._outbox:
+            self._raise_fault()
+            self._inbox.put(Ask(answer))
+        try:
+            return answer.get(timeout=timeout)
+        except Empty:
+            raise TimeoutError(f"waited {timeout:g} s for the receiver's socket thread") from None
 
     def close(self, timeout: float = 5.0) -> None:
         """Finish reads in flight, then end every thread and close the socket.

@@ -2,33 +2,43 @@
 
 from __future__ import annotations
 
-__all__ = ["LayerSendError", "SenderBrokenError", "SenderClosedError"]
+__all__ = ["LayerSendError", "SenderBrokenError", "SenderClosedError", "listed"]
 
 
 class LayerSendError(RuntimeError):
-    """A layer could not be handed over, and the failure policy is to raise.
+    """Layers could not be handed over, and the failure policy is to raise.
 
     Attributes:
-        layer_name: The layer.
-        endpoint: The Decode rank that should have read it.
-        ext_ids: The requests that are lost with it.
+        layer_names: The layers, oldest first; at least one.
+        endpoint: The Decode rank that should have read them.
+        ext_ids: The requests that are lost with them.
         reason: Why: Decode's own words, or what was waited for.
     """
 
     def __init__(
-        self, layer_name: str, endpoint: str, ext_ids: tuple[str, ...], reason: str
+        self,
+        layer_names: tuple[str, ...],
+        endpoint: str,
+        ext_ids: tuple[str, ...],
+        reason: str,
     ) -> None:
-        super().__init__(layer_name, endpoint, ext_ids, reason)
-        self.layer_name = layer_name
+        super().__init__(layer_names, endpoint, ext_ids, reason)
+        self.layer_names = layer_names
         self.endpoint = endpoint
         self.ext_ids = ext_ids
         self.reason = reason
 
     def __str__(self) -> str:
         return (
-            f"layer {self.layer_name} could not be handed over to {self.endpoint}: {self.reason} "
-            f"(requests {', '.join(self.ext_ids) or 'none'})"
+            f"layer {listed(self.layer_names)} could not be handed over to {self.endpoint}: "
+            f"{self.reason} (requests {listed(self.ext_ids)})"
         )
+
+
+def listed(names: tuple[str, ...]) -> str:
+    """A few names, and how many more there are."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return (", ".join(names[:3]) or "none") + more
 
 
 class SenderBrokenError(RuntimeError):

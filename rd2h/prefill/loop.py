@@ -11,6 +11,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import TypeAlias
 
 import zmq
 
@@ -36,7 +38,7 @@ from rd2h.wire import MfMeta, MfMetaAck, ReadDone, ReadFailed, ReadReadyBatch
 from rd2h.wire import decode as decode_message
 from rd2h.wire import encode as encode_message
 
-__all__ = ["Forget", "Inbox", "SenderLoop"]
+__all__ = ["Ask", "Forget", "Inbox", "SenderLoop"]
 
 logger = logging.getLogger(__name__)
 
@@ -55,19 +57,29 @@ class Forget:
     ext_id: str
 
 
+@dataclass(frozen=True)
+class Ask:
+    """Somebody wants to know how much the machine keeps; the answer goes into the queue."""
+
+    answer: SimpleQueue[dict[str, int]]
+
+
+Item: TypeAlias = Announcement | Forget | Ask
+
+
 class Inbox:
     """What other threads want of the socket thread; any thread may `put`."""
 
     def __init__(self) -> None:
-        self._items: deque[Announcement | Forget] = deque()
+        self._items: deque[Item] = deque()
         self.wakeup = Wakeup()
 
-    def put(self, items: Iterable[Announcement | Forget]) -> None:
+    def put(self, items: Iterable[Item]) -> None:
         """Hand work over, in order, and wake the thread."""
         self._items.extend(items)
         self.wakeup.set()
 
-    def take(self) -> Iterable[Announcement | Forget]:
+    def take(self) -> Iterable[Item]:
         """Yield what there is."""
         self.wakeup.clear()
         while self._items:
@@ -142,10 +154,13 @@ class SenderLoop:
             if connection.monitor in ready:
                 self._watch(connection)
         for item in self._inbox.take():
-            if isinstance(item, Forget):
-                self._perform(self._machine.forget(item.ext_id))
-            else:
-                self._perform(self._machine.announce(item, time.monotonic()))
+            match item:
+                case Forget(ext_id):
+                    self._perform(self._machine.forget(ext_id))
+                case Ask(answer):
+                    answer.put(self._machine.sizes())
+                case Announcement():
+                    self._perform(self._machine.announce(item, time.monotonic()))
         self._perform(self._machine.tick(time.monotonic()))
 
     def _receive(self, connection: _Connection) -> None:
@@ -188,8 +203,7 @@ class SenderLoop:
             self._perform(actions)
 
     def _perform(self, actions: list[Action]) -> None:
-        # Gates open last: a wait that a lost batch ends must find out that it was lost.
-        for action in sorted(actions, key=lambda action: isinstance(action, Release)):
+        for action in actions:
             match action:
                 case Send(endpoint, number, message):
                     self._send(endpoint, number, encode_message(message))

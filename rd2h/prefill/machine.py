@@ -107,9 +107,19 @@ class Release:
 
 @dataclass(frozen=True)
 class Failed:
-    """A batch could not be handed over; its requests are lost for that Decode rank."""
+    """Batches for one Decode rank could not be handed over; their requests are lost there.
 
-    layer_name: str
+    It comes before the `Release` of each: whoever waits at a gate must find the failure when the
+    gate opens.
+
+    Attributes:
+        layer_names: The layers of the batches, oldest first.
+        endpoint: The Decode rank.
+        ext_ids: The requests of these batches.
+        reason: Why.
+    """
+
+    layer_names: tuple[str, ...]
     endpoint: str
     ext_ids: tuple[str, ...]
     reason: str
@@ -235,7 +245,8 @@ class SenderMachine:
     def lost(self, endpoint: str, connection: int, reason: str) -> list[Action]:
         """The connection broke."""
         link = self._link(endpoint, connection)
-        # While connecting, the socket tries again by itself until the handshake's deadline.
+        # While connecting, the socket tries again by itself in most cases; the handshake's
+        # deadline ends the others.
         if link is None or link.state is State.CONNECTING:
             return []
         if link.state is State.GREETING:
@@ -333,37 +344,42 @@ class SenderMachine:
         announcement = batches.popleft().announcement
         if not batches:
             del link.sent[layer_idx]
-        actions: list[Action] = [Release(announcement.hold)]
         if error is None:
             link.open_requests.difference_update(announcement.batch.done_ext_ids)
-        else:
-            actions.append(self._fail(link, announcement, error))
-        return actions
+            return [Release(announcement.hold)]
+        failed = self._fail(link, [announcement], _requests(announcement.batch), error)
+        return [failed, Release(announcement.hold)]
 
     def _abandon(self, link: _Link, reason: str) -> list[Action]:
         """Give up a connection: close it, and fail everything that hung on it."""
         actions: list[Action] = []
         if link.state is not State.IDLE:
+            # Close comes first: only a peer that can no longer count what it reads from this
+            # memory may see it overwritten.
             actions.append(Close(link.endpoint, link.connection))
-        waiting = [sent.announcement for sent in link.outstanding()] + list(link.queue)
+        sent = sorted(link.outstanding(), key=lambda sent: sent.at)
+        waiting = [*(batch.announcement for batch in sent), *link.queue]
         link.state = State.IDLE
         link.sent.clear()
         link.queue.clear()
-        for announcement in waiting:
-            # Close comes first: only a peer that can no longer count what it reads from this
-            # memory may see it overwritten.
-            actions += [Release(announcement.hold), self._fail(link, announcement, reason)]
-        # A request whose batches were all answered still had more to come: it is lost as well.
+        if waiting:
+            # A request whose batches were all answered still had more to come: it is lost too.
+            # Nobody is told of it unless it shares a batch; its next batch is left out instead.
+            ids = dict.fromkeys(i for item in waiting for i in _requests(item.batch))
+            actions.append(self._fail(link, waiting, tuple(ids), reason))
+            actions += [Release(announcement.hold) for announcement in waiting]
         link.lost_requests |= link.open_requests
         link.open_requests.clear()
         self._drop_unused(link)
         return actions
 
-    def _fail(self, link: _Link, announcement: Announcement, reason: str) -> Failed:
-        ext_ids = _requests(announcement.batch)
+    def _fail(
+        self, link: _Link, batches: list[Announcement], ext_ids: tuple[str, ...], reason: str
+    ) -> Failed:
         link.open_requests.difference_update(ext_ids)
         link.lost_requests.update(ext_ids)
-        return Failed(announcement.batch.layer_name, link.endpoint, ext_ids, reason)
+        names = dict.fromkeys(announcement.batch.layer_name for announcement in batches)
+        return Failed(tuple(names), link.endpoint, ext_ids, reason)
 
     def _drop_unused(self, link: _Link) -> None:
         if link.unused:

@@ -20,13 +20,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Protocol
 
 from rd2h.layout import LayerLayout, StorageSlots
-from rd2h.prefill.errors import LayerSendError, SenderBrokenError, SenderClosedError
+from rd2h.prefill.errors import LayerSendError, SenderBrokenError, SenderClosedError, listed
 from rd2h.prefill.gates import Gates, Hold
-from rd2h.prefill.loop import Forget, Inbox, SenderLoop
+from rd2h.prefill.loop import Ask, Forget, Inbox, SenderLoop
 from rd2h.prefill.machine import Announcement, Failed, Release, SenderMachine
 from rd2h.prefill.options import SenderOptions
 from rd2h.wire import MfMeta, ReadReadyBatch
@@ -66,7 +66,7 @@ class SenderStats:
     Attributes:
         layers: Layers submitted.
         batches: Batches announced.
-        failures: Batches that were lost.
+        failures: Layers that were lost for a Decode rank.
         gate_wait: Seconds that the compute thread was blocked at gates.
     """
 
@@ -179,6 +179,24 @@ class Sender:
         self._check_alive()
         self._inbox.put([Forget(ext_id)])
 
+    def sizes(self, timeout: float = 5.0) -> dict[str, int]:
+        """How much is kept, by kind; all zero when every request is over and forgotten.
+
+        Args:
+            timeout: Seconds to wait for the socket thread.
+
+        Raises:
+            TimeoutError: if it does not answer.
+            SenderBrokenError, SenderClosedError: if it has ended.
+        """
+        self._check_alive()
+        answer: SimpleQueue[dict[str, int]] = SimpleQueue()
+        self._inbox.put([Ask(answer)])
+        try:
+            return answer.get(timeout=timeout)
+        except Empty:
+            raise TimeoutError(f"waited {timeout:g} s for the sender's socket thread") from None
+
     def close(self, timeout: float = 5.0) -> None:
         """End the threads and close the sockets; what is not answered has failed.
 
@@ -220,21 +238,21 @@ class Sender:
         self._check_alive()
         if self._failures and self._options.failure_policy == "raise":
             failed = self._failures.popleft()
-            raise LayerSendError(failed.layer_name, failed.endpoint, failed.ext_ids, failed.reason)
+            raise LayerSendError(failed.layer_names, failed.endpoint, failed.ext_ids, failed.reason)
 
     def _on_release(self, release: Release) -> None:
         self._gates.release(release.hold)
 
     def _on_failed(self, failed: Failed) -> None:
-        self.stats.failures += 1
+        self.stats.failures += len(failed.layer_names)
         if self._closing.is_set():
             return
         logger.error(
             "layer %s was not handed over to %s: %s; requests %s are lost there",
-            failed.layer_name,
+            listed(failed.layer_names),
             failed.endpoint,
             failed.reason,
-            ", ".join(failed.ext_ids) or "none",
+            listed(failed.ext_ids),
         )
         if self._options.failure_policy == "raise":
             self._failures.append(failed)

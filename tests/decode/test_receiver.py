@@ -355,3 +355,22 @@ def test_receiver_needs_no_site() -> None:
     assert receiver.take_finished() == []
     assert receiver.wait_finished(0.0) == []
     receiver.close()
+
+
+def test_sizes_tell_what_is_kept_and_fall_back_to_idle(site: Site) -> None:
+    decode = site.decode()
+    prefill = greeted(site, decode)
+    prefill.say(batch(0, [ask("a", [1])], ["a"]))
+    eventually(lambda: decode.receiver.sizes()["batches"] == 1, "the batch to be parked")
+    decode.register("a", [1])
+    decode.wait_done("a")
+    assert decode.receiver.sizes() == {
+        "peers": 1,
+        "batches": 0,
+        "active": 0,
+        "requests": 0,
+        "ended": 1,
+    }
+    decode.receiver.close()
+    with pytest.raises(ReceiverClosedError):
+        decode.receiver.sizes()

@@ -76,9 +76,11 @@ def test_an_answer_releases_the_oldest_batch_of_its_layer(machine: SenderMachine
     for item in (first, second, other):
         machine.announce(item, 0.0)
     assert machine.received(D, connection, ReadDone(0), 1.0) == [Release(first.hold)]
-    release, failed = machine.received(D, connection, ReadFailed(0, "engine"), 1.0)
-    assert release == Release(second.hold)
-    assert failed == Failed("layer.0", D, ("b",), "engine")
+    # The failure comes first: whoever waits at the gate must find it when the gate opens.
+    assert machine.received(D, connection, ReadFailed(0, "engine"), 1.0) == [
+        Failed(("layer.0",), D, ("b",), "engine"),
+        Release(second.hold),
+    ]
     assert machine.received(D, connection, ReadDone(1), 1.0) == [Release(other.hold)]
 
 
@@ -128,12 +130,12 @@ def test_a_lost_connection_is_closed_before_its_memory_is_given_free(
     machine.announce(first, 0.0)
     machine.announce(second, 0.0)
     actions = machine.lost(D, connection, "cut")
-    assert actions[0] == Close(D, connection)
-    assert {action.hold for action in actions if isinstance(action, Release)} == {
-        first.hold,
-        second.hold,
-    }
-    assert {failed.layer_name for failed in failures(actions)} == {"layer.0", "layer.1"}
+    assert actions == [
+        Close(D, connection),
+        Failed(("layer.0", "layer.1"), D, ("a",), "cut"),
+        Release(first.hold),
+        Release(second.hold),
+    ]
     assert machine.state_of(D) is State.IDLE
 
 
@@ -189,10 +191,11 @@ def test_a_connection_that_is_not_made_yet_cannot_be_lost(machine: SenderMachine
 def test_an_address_without_sense_fails_at_once(machine: SenderMachine) -> None:
     first = announcement(0)
     machine.announce(first, 0.0)
-    close, release, failed = machine.refused(D, 1, "no such address")
-    assert (close, release) == (Close(D, 1), Release(first.hold))
-    assert isinstance(failed, Failed)
-    assert failed.reason == "no such address"
+    assert machine.refused(D, 1, "no such address") == [
+        Close(D, 1),
+        Failed(("layer.0",), D, ("a",), "no such address"),
+        Release(first.hold),
+    ]
 
 
 @pytest.mark.parametrize(("greet", "what"), [(False, "a connection"), (True, "MfMetaAck")])
@@ -221,8 +224,9 @@ def test_an_answer_has_a_deadline_from_the_oldest_batch_on(machine: SenderMachin
     assert machine.tick(21.9) == []
     actions = machine.tick(22.0)
     assert actions[0] == Close(D, connection)
-    assert len(failures(actions)) == 2
-    assert failures(actions)[0].reason == "waited 20 s for the answer to layer.1"
+    (failed,) = failures(actions)
+    assert failed.layer_names == ("layer.1", "layer.0")
+    assert failed.reason == "waited 20 s for the answer to layer.1"
 
 
 def test_closing_gives_every_hold_back(machine: SenderMachine) -> None:

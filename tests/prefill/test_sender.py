@@ -125,7 +125,7 @@ def test_replies_of_every_version_open_the_gate(site: Site, vector: Vector) -> N
     with pytest.raises(LayerSendError) as caught:
         prefill.sender.wait(f"layer.{layer}")
     error = caught.value
-    assert (error.layer_name, error.endpoint) == (f"layer.{layer}", decode.endpoint)
+    assert (error.layer_names, error.endpoint) == ((f"layer.{layer}",), decode.endpoint)
     assert error.ext_ids == ("a",)
     assert error.reason == vector.fields.get("error", "Decode gave no reason")
     assert not is_shut(prefill, layer)

@@ -13,10 +13,9 @@ import pytest
 import zmq
 
 from rd2h.prefill import LayerSendError, SenderBrokenError
-from rd2h.prefill.machine import SenderMachine
-from rd2h.wire import MfMeta, ReadDone, ReadFailed
+from rd2h.wire import ReadDone, ReadFailed
 from tests.prefill.meeting import RAISING, is_shut, meet
-from tests.transfer.caches import PATIENCE, eventually
+from tests.transfer.caches import PATIENCE
 from tests.transfer.ranks import PATIENT, Log, Site, ask, batch, make_site, quick
 
 
@@ -263,7 +262,7 @@ def test_decode_that_restarts_is_greeted_anew_and_stale_answers_count_for_nothin
         if policy == "raise":
             with pytest.raises(LayerSendError) as caught:
                 prefill.sender.wait("layer.0")
-            assert (caught.value.layer_name, caught.value.endpoint) == ("layer.0", endpoint)
+            assert (caught.value.layer_names, caught.value.endpoint) == (("layer.0",), endpoint)
             assert caught.value.reason == "the connection was lost"
         else:
             prefill.sender.wait("layer.0")
@@ -284,32 +283,22 @@ def test_decode_that_restarts_is_greeted_anew_and_stale_answers_count_for_nothin
     prefill.sender.drain()
 
 
-def test_forget_brings_the_machine_back_to_idle(
-    site: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    machines: list[SenderMachine] = []
-
-    class Watched(SenderMachine):
-        def __init__(
-            self, metadata: MfMeta, *, handshake_timeout: float, answer_timeout: float
-        ) -> None:
-            super().__init__(
-                metadata, handshake_timeout=handshake_timeout, answer_timeout=answer_timeout
-            )
-            machines.append(self)
-
-    monkeypatch.setattr("rd2h.prefill.sender.SenderMachine", Watched)
+def test_forget_brings_the_sender_back_to_idle(site: Site) -> None:
     prefill, decode = site.prefill(options=PATIENT), site.scripted_decode()
-    (machine,) = machines
     peer = meet(prefill, decode)
     prefill.submit(1, decode.endpoint, ask("b", [1]))
     decode.hear_batch()
     decode.say(peer, ReadDone(0), ReadFailed(1, "no"))
     prefill.sender.drain()
-    assert machine.sizes()["open_requests"] == machine.sizes()["lost_requests"] == 1
+    assert prefill.sender.sizes() == {
+        "queued": 0,
+        "outstanding": 0,
+        "open_requests": 1,
+        "lost_requests": 1,
+    }
     for ext_id in ("a", "b", "never heard of"):
         prefill.sender.forget(ext_id)
-    eventually(lambda: set(machine.sizes().values()) == {0}, "the machine to be idle")
+    assert set(prefill.sender.sizes().values()) == {0}
     # A lost id may be used again once it was forgotten.
     prefill.submit(1, decode.endpoint, ask("b", [1]))
     assert decode.hear_batch() == (peer, batch(1, [ask("b", [1])]))

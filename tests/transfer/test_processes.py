@@ -134,7 +134,7 @@ def test_decode_that_is_killed_and_started_again_on_its_port() -> None:
         decode.kill()
         with pytest.raises(LayerSendError) as caught:
             sender.drain()
-        assert (caught.value.layer_name, caught.value.endpoint) == ("layer.1", endpoint)
+        assert (caught.value.layer_names, caught.value.endpoint) == (("layer.1",), endpoint)
         assert caught.value.reason == "the connection was lost"
         assert time.monotonic() - start < PATIENCE
         with RankProcess("decode", endpoint) as again:

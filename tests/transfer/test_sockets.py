@@ -40,7 +40,7 @@ def test_decode_restarted_on_the_same_port(site: Site, policy: str) -> None:
         if policy == "raise":
             with pytest.raises(LayerSendError) as caught:
                 prefill.sender.wait("layer.1")
-            assert (caught.value.layer_name, caught.value.endpoint) == ("layer.1", endpoint)
+            assert (caught.value.layer_names, caught.value.endpoint) == (("layer.1",), endpoint)
             assert "connection was lost" in caught.value.reason
             assert caught.value.ext_ids == ("parked",)
         else:
