@@ -125,35 +125,35 @@ class HostEngine:
 
     def _pull(self, peer: HostSession, segments: Segments) -> None:
         """Read all segments, in calls of up to `_BATCH`, going on after short counts."""
-        call = _Call(self._process_vm_readv, peer)
-        local = np.stack((segments.local, segments.lengths), axis=1)
-        remote = np.stack((segments.remote, segments.lengths), axis=1)
-        at = 0
-        while at < len(segments):
+        total = len(segments)
+        call = _Call(self._process_vm_readv, peer, min(total, _BATCH))
+        at = skip = 0  # the next segment, and how much of it is there already
+        while at < total:
             self._lifecycle.check()
-            batch = slice(at, at + _BATCH)
-            copied = call(local[batch], remote[batch])
-            ends = np.cumsum(local[batch, 1])
-            if copied == ends[-1]:
-                at += len(ends)
+            batch = slice(at, min(at + _BATCH, total))
+            wanted = call.fill(segments, batch, skip)
+            copied = call()
+            if copied == wanted:
+                at, skip = batch.stop, 0
                 continue
             # A short count: 0x7ffff000 bytes are the most one call moves, and it stops early
             # at a page it cannot use. Go on from exactly there; a bad page then shows as zero.
-            done = int(np.searchsorted(ends, np.uint64(copied), side="right"))
-            within = copied - (int(ends[done - 1]) if done else 0)
+            ends = np.cumsum(segments.lengths[batch])
+            reached = np.uint64(skip + copied)
+            done = int(np.searchsorted(ends, reached, side="right"))
+            skip = int(reached - (ends[done - 1] if done else np.uint64(0)))
             at += done
-            for vector in (local, remote):
-                vector[at, 0] += np.uint64(within)
-                vector[at, 1] -= np.uint64(within)
             if not copied:
-                self._explain(call, segments, at, int(local[at, 0]), int(remote[at, 0]))
+                self._explain(peer, segments, at, skip)
 
-    def _explain(self, call: "_Call", segments: Segments, at: int, local: int, remote: int) -> None:
+    def _explain(self, peer: HostSession, segments: Segments, at: int, skip: int) -> None:
         """Raise for the page that stopped segment `at`: is it theirs or ours?"""
-        probe = np.zeros(1, np.uint8)
-        where = np.array([[probe.ctypes.data, 1]], np.uint64)
-        name = f"read from {call.peer.name}: {segments.describe(at)} stopped"
-        if not call(where, np.array([[remote, 1]], np.uint64)):
+        local, remote = int(segments.local[at]) + skip, int(segments.remote[at]) + skip
+        name = f"read from {peer.name}: {segments.describe(at)} stopped"
+        here = np.zeros(1, np.uint8)
+        probe = _Call(self._process_vm_readv, peer, 1)
+        probe.fill(_one_byte(here.ctypes.data, remote), slice(0, 1), 0)
+        if not probe():
             raise RemoteRangeError(
                 f"{name} at remote address {remote:#x}, which the peer has not mapped as "
                 "ordinary memory; did it free the cache, or is it device memory?"
@@ -164,36 +164,50 @@ class HostEngine:
         )
 
 
+def _one_byte(local: int, remote: int) -> Segments:
+    """A single segment of one byte."""
+    addresses = np.array([[local], [remote]], np.uint64)
+    return Segments(addresses[0], addresses[1], np.ones(1, np.uint64), np.zeros(1, np.intp), 1)
+
+
 class _Call:
     """`process_vm_readv` on one peer with the cookie in front; one instance for one thread."""
 
-    def __init__(self, function: Callable[..., int], peer: HostSession) -> None:
-        self._function = function
+    def __init__(self, function: Callable[..., int], peer: HostSession, most: int) -> None:
+        """``most``: how many segments `fill` will give it at a time."""
         self.peer = peer
+        self._function = function
         self._found = np.zeros(COOKIE_BYTES, np.uint8)
-        self._local = np.empty((_IOV_MAX, 2), np.uint64)
-        self._remote = np.empty((_IOV_MAX, 2), np.uint64)
-        self._local[0] = self._found.ctypes.data, COOKIE_BYTES
-        self._remote[0] = peer.cookie_address, COOKIE_BYTES
+        # Both sides' iovecs: [local or remote, cookie and segments, address and bytes].
+        self._vectors = np.empty((2, most + 1, 2), np.uint64)
+        self._vectors[0, 0] = self._found.ctypes.data, COOKIE_BYTES
+        self._vectors[1, 0] = peer.cookie_address, COOKIE_BYTES
+        self._local = self._vectors.ctypes.data
+        self._remote = self._local + self._vectors[0].nbytes
+        self._count = 1
 
-    def __call__(self, local: UInt64Array, remote: UInt64Array) -> int:
-        """Read up to `_BATCH` segments, `[n, 2]` of address and bytes; return bytes copied.
+    def fill(self, segments: Segments, batch: slice, skip: int) -> int:
+        """Take a batch of segments, without the first ``skip`` bytes; return its bytes."""
+        self._count = 1 + batch.stop - batch.start
+        rows = self._vectors[:, 1 : self._count]
+        rows[0, :, 0] = segments.local[batch]
+        rows[1, :, 0] = segments.remote[batch]
+        rows[:, :, 1] = segments.lengths[batch]
+        if skip:
+            rows[:, 0, 0] += np.uint64(skip)
+            rows[:, 0, 1] -= np.uint64(skip)
+        return int(rows[0, :, 1].sum())
+
+    def __call__(self) -> int:
+        """Read what it was filled with; return the bytes copied.
 
         Raises:
             EngineError: The peer has gone or refuses, or the system failed.
         """
-        count = len(local) + 1
-        self._local[1:count] = local
-        self._remote[1:count] = remote
         copied = -1
         while copied < 0:
             copied = self._function(
-                self.peer.pid,
-                self._local.ctypes.data,
-                count,
-                self._remote.ctypes.data,
-                count,
-                0,
+                self.peer.pid, self._local, self._count, self._remote, self._count, 0
             )
             code = ctypes.get_errno()
             if copied < 0 and code != errno.EINTR:
