@@ -10,7 +10,7 @@ Everything here is immutable after construction: any thread may use it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from types import MappingProxyType
 
@@ -167,6 +167,8 @@ class LayerLayout:
         main: the main KV tensors, at least one.
         indexer: the sparse-attention key cache; None for a layer without one.
         scale: the scale of a quantised indexer; None without one.
+        indexed: the tensors that indexer block ids index: none, the indexer, or it and its scale.
+        tensors: all tensors, in wire order: main, indexer, scale.
 
     Raises:
         LayoutError: on construction, when there is no main tensor, or a scale but no indexer.
@@ -176,6 +178,9 @@ class LayerLayout:
     main: tuple[TensorLayout, ...]
     indexer: TensorLayout | None = None
     scale: TensorLayout | None = None
+    # Worked out once: every batch asks for them several times.
+    indexed: tuple[TensorLayout, ...] = field(init=False, repr=False, compare=False)
+    tensors: tuple[TensorLayout, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not self.main:
@@ -185,16 +190,9 @@ class LayerLayout:
                 f"layer {self.name}: a scale tensor without an indexer; the scale belongs to a "
                 f"quantised indexer"
             )
-
-    @property
-    def indexed(self) -> tuple[TensorLayout, ...]:
-        """The tensors that indexer block ids index: none, the indexer, or indexer and scale."""
-        return tuple(tensor for tensor in (self.indexer, self.scale) if tensor is not None)
-
-    @property
-    def tensors(self) -> tuple[TensorLayout, ...]:
-        """All tensors, in wire order: main, indexer, scale."""
-        return self.main + self.indexed
+        indexed = tuple(tensor for tensor in (self.indexer, self.scale) if tensor is not None)
+        object.__setattr__(self, "indexed", indexed)
+        object.__setattr__(self, "tensors", self.main + indexed)
 
     def to_wire(self, *, main_group: int = 0, indexer_group: int = 1) -> LayerMetadata:
         """Return the metadata that announces this layer.
