@@ -15,7 +15,7 @@ $(STAMP): pyproject.toml Makefile
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "rd2h needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version 2>&1). Try: make PYTHON=python3.11 $(MAKECMDGOALS)" >&2; exit 1; }
 	$(PYTHON) -m venv --clear $(VENV)
-	$(BIN)/python -m pip install --quiet --editable '.[dev,cli]'
+	$(BIN)/python -m pip install --quiet --editable '.[dev,demo,proxy]'
 	$(BIN)/python -m pip install --quiet --no-deps nixl==1.5.1 nixl-cu12==1.5.1
 	@touch $@
 
@@ -40,7 +40,7 @@ test-fast: $(STAMP) ## the tests that take milliseconds
 
 .PHONY: demo
 demo: $(STAMP) ## move a DeepSeek-V3.2-shaped cache between real processes, and check every byte
-	$(BIN)/rd2h demo
+	$(BIN)/rd2h demo $(ARGS)
 
 .PHONY: bench
 bench: $(STAMP) ## every benchmark; each against a baseline in the same run
@@ -48,6 +48,7 @@ bench: $(STAMP) ## every benchmark; each against a baseline in the same run
 	$(BIN)/python -m benchmarks.planning --grow
 	$(BIN)/python -m benchmarks.idle
 	$(BIN)/python -m benchmarks.host_engine
+	$(BIN)/python -m benchmarks.proxy
 
 .PHONY: generate
 generate: $(STAMP) ## write everything that follows from schemas/
