@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from codegen.schema import Field, Record, Schema
+from codegen.schema import Field, Record, Schema, SchemaError
 from codegen.types import ListOf, MapOf, Msgpack, Named, Scalar, Type
 
 __all__ = ["Run", "annotate"]
@@ -54,7 +54,20 @@ class _Reader:
 
 
 def annotate(schema: Schema, record: Record, payload: bytes) -> Iterator[Run]:
-    """Yield the runs of a message's payload, in order; together they are the payload."""
+    """Yield the runs of a message's payload, in order; together they are the payload.
+
+    Raises:
+        SchemaError: if the payload is not such a message.
+    """
+    try:
+        yield from _annotate(schema, record, payload)
+    except (KeyError, IndexError, UnicodeDecodeError) as error:
+        raise SchemaError(
+            f"{record.name}: a golden frame does not fit the schema any more ({error!r})"
+        ) from error
+
+
+def _annotate(schema: Schema, record: Record, payload: bytes) -> Iterator[Run]:
     if record.form == "raw":
         yield Run(payload, 0, f"the bytes of `{payload.decode()}`")
         return

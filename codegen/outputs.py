@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from codegen.evolution import Breakage, check_evolution
+from codegen.evolution import Breakage, Rule, check_evolution
 from codegen.freeze import load_frozen
 from codegen.golden import load_golden
 from codegen.json_schema import write_json_schema
@@ -64,11 +64,17 @@ class Project:
 
 def find_breakages(project: Project) -> list[Breakage]:
     """Every way in which a schema breaks a version that is released."""
-    return [
+    found = [
         breakage
         for schema in project.schemas
         for breakage in check_evolution(schema, load_frozen(project.frozen, schema.name))
     ]
+    # A version of which frames were captured is in use, whatever the schema says.
+    captured = {frame.protocol_version for frame in load_golden(project.root / _GOLDEN)}
+    for version in sorted(captured - set(project.control.released)):
+        detail = f"there are golden frames of version {version}, which is not released"
+        found.append(Breakage(Rule.RELEASE_MISSING, project.control.name, detail))
+    return found
 
 
 def render(project: Project) -> dict[str, str]:
@@ -97,7 +103,7 @@ def write_files(project: Project) -> list[str]:
     changed = []
     for path, text in files.items():
         target = project.root / path
-        if not target.exists() or target.read_text(encoding="utf-8") != text:
+        if not target.exists() or target.read_bytes() != text.encode():
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_text(text, encoding="utf-8")
             changed.append(path)
@@ -115,7 +121,7 @@ def stale_files(project: Project) -> list[str]:
         target = project.root / path
         if not target.exists():
             problems.append(f"{path} is missing")
-        elif target.read_text(encoding="utf-8") != text:
+        elif target.read_bytes() != text.encode():
             problems.append(f"{path} is stale")
     problems += [f"{path} is extra: no schema generates it" for path in _extra(project, files)]
     return problems
@@ -128,7 +134,7 @@ def _extra(project: Project, files: dict[str, str]) -> Iterator[str]:
             name = path.relative_to(project.root).as_posix()
             if path.suffix not in (".py", ".md", ".json") or name in files:
                 continue
-            if MARK in path.read_text(encoding="utf-8")[:300]:
+            if MARK.encode() in path.read_bytes()[:300]:
                 yield name
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from codegen.python_types import annotation, default_source, field_annotation
 from codegen.schema import Field, Message, Record, Schema, Struct
 from codegen.text import header, snake_case
-from codegen.types import ListOf, MapOf, Msgpack, Named, Type
+from codegen.types import ListOf, MapOf, Msgpack, Named, Scalar, Type
 
 __all__ = ["write_tables"]
 
@@ -25,7 +25,8 @@ def write_tables(schema: Schema, source: str) -> str:
             continue
         body += ["", "", *_write_frame(message), "", "", *_write_check(schema, message)]
         body += [*_write_unpack(schema, message), "", "", *_write_pack(schema, message)]
-    body += ["", "", *_write_table(schema), "", *_write_droppable(schema)]
+    body += ["", "", *_write_table(schema), "", *_write_field_types(schema)]
+    body += ["", *_write_droppable(schema)]
     text = "\n".join(body)
     support = [name for name in _SUPPORT if f"{name}(" in text or f"{name}[" in text]
     support += ["Payload"] if "Payload" not in support else []
@@ -56,7 +57,7 @@ def write_tables(schema: Schema, source: str) -> str:
         *[f"    {name}," for name in sorted(support, key=lambda n: (n[0].islower(), n))],
         ")",
         "",
-        '__all__ = ["DROPPABLE", "MESSAGES"]',
+        '__all__ = ["DROPPABLE", "FIELD_TYPES", "MESSAGES"]',
         "",
         "_ENCODER = Encoder()",
     ]
@@ -264,3 +265,32 @@ def _write_droppable(schema: Schema) -> Iterator[str]:
     yield from (f'        ({record}, "{name}"),' for record, name in names)
     yield "    }"
     yield ")"
+
+
+def _write_field_types(schema: Schema) -> Iterator[str]:
+    yield "# What each field holds: its class, and that of its items where they are checked, too."
+    yield "# Numbers in lists are not: there are many, and reading back finds what they are."
+    yield "FIELD_TYPES: dict[type[Struct], tuple[tuple[str, type, type | None], ...]] = {"
+    for record in schema.records:
+        yield f"    {record.name}: ("
+        for field in record.fields:
+            kind, item = _classes(field.parsed_type)
+            yield f'        ("{field.name}", {kind}, {item}),'
+        yield "    ),"
+    yield "}"
+
+
+def _classes(type_: Type) -> tuple[str, str]:
+    """The class of a value of the type, and of its items (None: none, or not checked)."""
+    match type_:
+        case Scalar(name):
+            return {"bool": "bool", "string": "str", "uint64": "int"}[name], "None"
+        case Named(name):
+            return name, "None"
+        case ListOf(item):
+            kind = _classes(item)[0]
+            return "list", "None" if kind == "int" else kind
+        case MapOf(value):
+            return "dict", _classes(value)[0]
+        case Msgpack(content):
+            return _classes(content)

@@ -135,6 +135,7 @@ class Field(_Part, frozen=True, kw_only=True):
     def constraints(self) -> dict[str, object]:
         """The keys that bound the value, as written; empty when any value of the type will do."""
         keys = (
+            "droppable",
             "const",
             "minimum",
             "maximum",
@@ -143,7 +144,7 @@ class Field(_Part, frozen=True, kw_only=True):
             "less_than",
             "if_true_longer_than",
         )
-        return {key: value for key in keys if (value := getattr(self, key)) is not None}
+        return {key: value for key in keys if (value := getattr(self, key)) not in (None, UNSET)}
 
     def related_fields(self) -> Iterator[str]:
         """Yield the name of every field that the default or a constraint refers to."""
@@ -173,7 +174,9 @@ class Message(_Part, frozen=True, kw_only=True):
     """A message. Of the control protocol it has a ``tag`` (or is ``raw`` bytes)."""
 
     name: str
-    direction: str
+    direction: Literal[
+        "decode->prefill", "decode->proxy", "prefill->decode", "proxy->decode", "proxy->prefill"
+    ]
     since: int
     meaning: str
     tag: str | None = None

@@ -3,13 +3,12 @@
 The layout of each message is in the generated :mod:`rd2h.wire.tables`. Both functions are pure
 and may be called from any thread.
 
-The writer proves what it wrote by reading it back: a frame leaves here only if the peer's
-reader, which is the same code, gives back the message that was meant. That one rule covers a
-value of a wrong type, a number out of range, lists that do not belong together, and a field
-that the peer's version cannot carry.
+The writer checks the class of what each field holds, and then proves what it wrote by reading it
+back: a frame leaves here only if the peer's reader, which is the same code, takes it. That covers
+a number out of range, lists that do not belong together, and (by comparing what came back) a
+field that the peer's version cannot carry.
 """
 
-import re
 import reprlib
 from collections.abc import Iterator
 
@@ -21,11 +20,10 @@ from rd2h.wire.errors import (
     UnencodableMessageError,
     UnknownMessageError,
     UnsupportedVersionError,
-    WireError,
 )
 from rd2h.wire.messages import MINIMUM_VERSION, PROTOCOL_VERSION, Message
-from rd2h.wire.support import MessageSpec, Payload, at_key, malformed, unpack
-from rd2h.wire.tables import DROPPABLE, MESSAGES
+from rd2h.wire.support import Payload, at_key, unpack
+from rd2h.wire.tables import DROPPABLE, FIELD_TYPES, MESSAGES
 
 __all__ = ["decode", "encode"]
 
@@ -84,9 +82,9 @@ def encode(message: Message, version: int = PROTOCOL_VERSION) -> bytes:
             that ``version`` lacks carries something other than its default (unless the schema
             lets it be dropped).
     """
-    if not MINIMUM_VERSION <= version <= PROTOCOL_VERSION:
+    if type(version) is not int or not MINIMUM_VERSION <= version <= PROTOCOL_VERSION:
         raise UnsupportedVersionError(
-            "$", f"version {version} is not in {MINIMUM_VERSION} to {PROTOCOL_VERSION}"
+            "$", f"version {version!r} is not in {MINIMUM_VERSION} to {PROTOCOL_VERSION}"
         )
     spec = _BY_TYPE.get(type(message))
     if spec is None:
@@ -95,27 +93,59 @@ def encode(message: Message, version: int = PROTOCOL_VERSION) -> bytes:
         raise UnencodableMessageError(
             "$", f"{type(message).__name__} is new in {spec.since}, and the peer has {version}"
         )
+    _check_classes("$", message, first=1)
     if spec.raw:
         return spec.tag
     try:
         payload = _ENCODER.encode(spec.pack(message, version))
-        _prove(spec, message, payload, version)
+    except (OverflowError, RecursionError, TypeError, ValueError) as error:
+        raise _unencodable(message, error) from error
+    try:
+        back = spec.unpack(payload)
     except MalformedMessageError as error:
         raise UnencodableMessageError(error.path, error.reason) from error
-    except WireError:
-        raise
-    except (AttributeError, OverflowError, RecursionError, TypeError, ValueError) as error:
-        # AttributeError and TypeError: a field holds something of a quite different type.
-        raise _unencodable(message, error) from error
+    if version < PROTOCOL_VERSION:
+        _check_nothing_lost(message, back, version)
     return payload
 
 
-def _prove(spec: MessageSpec[Message], message: Message, payload: bytes, version: int) -> None:
-    """Read a payload back and raise if the peer would understand something else."""
-    back = spec.unpack(payload)
+def _check_classes(path: str, value: Struct, first: int = 0) -> None:
+    """Require that every field holds what it says, by class; ``first``: the first one's index.
+
+    Exactly that class: a bool is no number here, and nothing that msgspec would turn into text
+    (a UUID, a date) is text.
+    """
+    array_like = value.__struct_config__.array_like
+    for index, (name, kind, item_kind) in enumerate(FIELD_TYPES[type(value)], start=first):
+        held = getattr(value, name)
+        here = f"{path}[{index}]" if array_like else f"{path}.{name}"
+        _require_class(here, held, kind)
+        if item_kind is None:
+            continue
+        keyed = isinstance(held, dict)
+        for key, item in held.items() if keyed else enumerate(held):
+            there = at_key(here, str(key)) if keyed else f"{here}[{key}]"
+            if keyed:
+                _require_class(there, key, str)
+            _require_class(there, item, item_kind)
+            if isinstance(item, Struct):
+                _check_classes(there, item)
+
+
+def _require_class(path: str, held: object, kind: type) -> None:
+    if type(held) is not kind:
+        raise UnencodableMessageError(
+            path, f"expected {kind.__name__}, got {type(held).__name__}: {reprlib.repr(held)}"
+        )
+
+
+def _check_nothing_lost(message: Message, back: Message, version: int) -> None:
+    """Raise if a peer of an older version would understand something else."""
     if back == message:
         return
-    for path, ours, theirs in _differences("$", message, back, first=1):
+    lost = next(_differences("$", message, back, first=1), None)
+    if lost is not None:
+        path, ours, theirs = lost
         raise UnencodableMessageError(
             path,
             f"version {version} cannot carry {reprlib.repr(ours)}: "
@@ -152,15 +182,11 @@ def _fields(path: str, value: Struct, first: int) -> Iterator[tuple[str, str, ob
 
 def _unencodable(message: Message, error: Exception) -> UnencodableMessageError:
     """Find the place of a fault that kept msgpack from encoding a message at all."""
-    for path, reason in _unserialisable("$", message, first=1):
-        return UnencodableMessageError(path, reason)
     try:
-        # As a plain array, without the tag, so that indices are one short.
-        msgspec.msgpack.decode(_ENCODER.encode(message), type=type(message))
-    except msgspec.DecodeError as found:
-        fault = malformed(found)
-        path = re.sub(r"\[(\d+)\]", lambda m: f"[{int(m[1]) + 1}]", fault.path, count=1)
-        return UnencodableMessageError(path, fault.reason)
+        for path, reason in _unserialisable("$", message, first=1):
+            return UnencodableMessageError(path, reason)
+    except RecursionError:
+        pass  # a list that holds itself has no last place
     return UnencodableMessageError("$", str(error))
 
 
@@ -169,12 +195,13 @@ def _unserialisable(path: str, value: object, first: int = 0) -> Iterator[tuple[
     if isinstance(value, Struct):
         for here, _, part in _fields(path, value, first):
             yield from _unserialisable(here, part)
-    elif isinstance(value, list | tuple):
+    elif isinstance(value, list):
         for index, item in enumerate(value):
             yield from _unserialisable(f"{path}[{index}]", item)
     elif isinstance(value, dict):
         for key, item in value.items():
-            yield from _unserialisable(at_key(path, str(key)), item)
+            yield from _unserialisable(at_key(path, key), key)
+            yield from _unserialisable(at_key(path, key), item)
     else:
         try:
             _ENCODER.encode(value)

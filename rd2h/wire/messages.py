@@ -52,9 +52,12 @@ class LayerMetadata(Struct, frozen=True):
         tensor_group_idx: The KV-cache group that each tensor belongs to in P's engine. It tells
             tensors of different groups apart; which block ids index a tensor follows from its role,
             main or indexer, never from this number. Unit: group index. Since version 2.
-        main_tensor_count: How many tensors, counted from the first, hold the main KV. Unit:
+        main_tensor_count: How many tensors, counted from the first, hold the main KV. A layer with
+            one packed tensor cannot be described in version 1, where there are always two. Unit:
             tensors. Since version 2.
-        has_indexer: Whether the layer has an indexer cache after its main tensors. Since version 2.
+        has_indexer: Whether the layer has an indexer cache after its main tensors. If one more
+            tensor follows the indexer, it is the scale; a layer without an indexer has no tensors
+            after the main ones. Since version 2.
     """
 
     base_addrs: list[UInt64]
@@ -83,7 +86,9 @@ class ReadRequest(Struct, frozen=True, array_like=True):
     The n-th id is the block at position `start + n` of the prompt, on P and on D alike.
 
     Attributes:
-        ext_id: External id of the request: the id that both engines share.
+        ext_id: External id of the request: the id that both engines share. vLLM makes its internal
+            id by appending `-` and 8 hexadecimal digits; exactly that suffix is taken off, and an
+            id without it is left alone.
         main_block_ids: Blocks that hold the piece's main KV, in prompt order. Unit: block ids of P.
         indexer_block_ids: Blocks that hold the piece's indexer keys (and scales), in prompt order;
             empty for a layer without an indexer. Unit: block ids of P. Since version 2.
@@ -132,7 +137,8 @@ class ReadReadyBatch(Struct, frozen=True, array_like=True):
     """One layer's cache is ready to be read, for all requests of one P step that go to this D.
 
     D answers every batch exactly once, with `ReadDone` or `ReadFailed`, also when it has nothing to
-    read; until then P leaves the blocks as they are.
+    read; until then P leaves the blocks as they are. An answer names only the layer, so batches of
+    one layer on one connection are answered in the order in which they came.
 
     Attributes:
         layer_idx: P's index of the layer; D repeats it in its answer. Unit: layer index.
@@ -141,7 +147,9 @@ class ReadReadyBatch(Struct, frozen=True, array_like=True):
             `done_ext_ids`.
         done_ext_ids: Requests that are complete once this batch is read: their last chunk has
             reached the last layer that has a cache. A request that D had cached whole appears here
-            without an entry in `read_reqs`. Unit: external ids. Since version 2.
+            without an entry in `read_reqs`. Version 1 has no way to say this; a receiver of today
+            reads its batches, and gives its requests up after a while. Unit: external ids. Since
+            version 2.
         group_member_idx: Which of the `tp_ratio` P ranks that feed this D rank is speaking. Member
             0 supplies the main KV; the indexer is split over all members. Unit: rank. Since version
             3.
@@ -160,6 +168,8 @@ class ReadReadyBatch(Struct, frozen=True, array_like=True):
 class ReadDone(Struct, frozen=True, array_like=True):
     """D has read the batch: P may reuse the blocks as far as this D is concerned.
 
+    It answers the oldest unanswered batch of its layer on this connection.
+
     Attributes:
         layer_idx: `layer_idx` of the batch that is answered. Unit: layer index.
     """
@@ -170,7 +180,8 @@ class ReadDone(Struct, frozen=True, array_like=True):
 class ReadFailed(Struct, frozen=True, array_like=True):
     """D could not read the batch and will not try again: every request in it has failed on D.
 
-    P may reuse the blocks as far as this D is concerned.
+    Those in `done_ext_ids` have failed too. P may reuse the blocks as far as this D is concerned.
+    It answers the oldest unanswered batch of its layer on this connection.
 
     Attributes:
         layer_idx: `layer_idx` of the batch that is answered. Unit: layer index.

@@ -70,9 +70,10 @@ class Params(msgspec.Struct, frozen=True, kw_only=True):
             params: dict[str, object] = msgspec.to_builtins(self)
             if type(self).from_params(params) != self:
                 raise UnencodableMessageError("$", "the parameters do not read back as they are")
+            msgspec.json.encode(params)  # fails for text that no JSON can carry
         except MalformedMessageError as error:
             raise UnencodableMessageError(error.path, error.reason) from error
-        except (OverflowError, RecursionError, TypeError) as error:
+        except (OverflowError, RecursionError, TypeError, UnicodeError) as error:
             raise UnencodableMessageError("$", str(error)) from error
         # An omitted default is always an empty map: the schema has no other kind.
         return {k: v for k, v in params.items() if v or k not in self.OMITTED}

@@ -4,10 +4,8 @@ Everything here is pure and may be called from any thread; msgspec decoders hold
 between calls.
 """
 
-import json
 import re
 from collections.abc import Callable, Mapping, Sized
-from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -42,8 +40,8 @@ _PLACE = re.compile(r"(?s)(?P<reason>.*) - at (?P<key>`key` in )?`(?P<path>\$.*)
 _READ_ERRORS = (msgspec.DecodeError, RecursionError, MemoryError)
 
 
-@dataclass(frozen=True)
-class MessageSpec(Generic[M]):
+# A Struct, and no dataclass: importing dataclasses would cost more than all the rest.
+class MessageSpec(msgspec.Struct, Generic[M], frozen=True):
     """What the codec knows of one message; the table of them is generated.
 
     Attributes:
@@ -65,8 +63,9 @@ class MessageSpec(Generic[M]):
 
 
 def at_key(path: str, key: str) -> str:
-    """The path of an entry of a map."""
-    return f"{path}[{json.dumps(key, ensure_ascii=False)}]"
+    """The path of an entry of a map; whatever the key holds, the path is plain ASCII."""
+    shown = key.encode("unicode_escape").decode("ascii").replace('"', '\\"')
+    return f'{path}["{shown}"]'
 
 
 def malformed(error: BaseException, base: str = "$") -> MalformedMessageError:

@@ -32,7 +32,7 @@ from rd2h.wire.support import (
     unpack_map,
 )
 
-__all__ = ["DROPPABLE", "MESSAGES"]
+__all__ = ["DROPPABLE", "FIELD_TYPES", "MESSAGES"]
 
 _ENCODER = Encoder()
 
@@ -250,6 +250,44 @@ MESSAGES: tuple[MessageSpec[Any], ...] = (
         unpack=_unpack_read_failed,
     ),
 )
+
+# What each field holds: its class, and that of its items where they are checked, too.
+# Numbers in lists are not: there are many, and reading back finds what they are.
+FIELD_TYPES: dict[type[Struct], tuple[tuple[str, type, type | None], ...]] = {
+    LayerMetadata: (
+        ("base_addrs", list, None),
+        ("block_len", list, None),
+        ("block_size_scale", list, None),
+        ("tensor_group_idx", list, None),
+        ("main_tensor_count", int, None),
+        ("has_indexer", bool, None),
+    ),
+    ReadRequest: (
+        ("ext_id", str, None),
+        ("main_block_ids", list, None),
+        ("indexer_block_ids", list, None),
+        ("main_start_block", int, None),
+        ("indexer_start_block", int, None),
+    ),
+    MfMeta: (
+        ("session", str, None),
+        ("layers", dict, LayerMetadata),
+    ),
+    MfMetaAck: (),
+    ReadReadyBatch: (
+        ("layer_idx", int, None),
+        ("layer_name", str, None),
+        ("read_reqs", list, ReadRequest),
+        ("done_ext_ids", list, str),
+        ("group_member_idx", int, None),
+        ("tp_ratio", int, None),
+    ),
+    ReadDone: (("layer_idx", int, None),),
+    ReadFailed: (
+        ("layer_idx", int, None),
+        ("error", str, None),
+    ),
+}
 
 # Fields that a writer may leave out for an older peer whatever they carry.
 DROPPABLE: frozenset[tuple[type[Struct], str]] = frozenset(

@@ -151,6 +151,7 @@ def test_params_that_are_no_object_are_refused(params: Any) -> None:
         ({"remote_port": 65536}, "$.remote_port"),
         ({"do_remote_decode": False}, "$.do_remote_decode"),
         ({"remote_host": object()}, "$"),
+        ({"remote_host": "\ud800"}, "$"),
     ],
 )
 def test_a_bug_on_this_side_fails_here(changed: dict[str, Any], path: str) -> None:
