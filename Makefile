@@ -30,8 +30,15 @@ lint: $(STAMP) ## formatter, linter, types, import contracts, generated code
 	$(BIN)/lint-imports
 	$(BIN)/python -m codegen check
 
+.PHONY: browser
+browser:
+	@command -v chromium >/dev/null && command -v chromedriver >/dev/null || \
+	  if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; \
+	  then apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq chromium chromium-driver; \
+	  else echo "one test needs a browser: sudo apt-get install chromium chromium-driver" >&2; exit 1; fi
+
 .PHONY: test
-test: lint ## every check and every test, with coverage
+test: lint browser ## every check and every test, with coverage
 	$(BIN)/pytest --cov
 
 .PHONY: test-fast
