@@ -21,6 +21,8 @@ __all__ = [
     "check_options",
 ]
 
+MAX_NUMBER = 1 << 30
+MAX_TIMEOUT = 86_400
 MAX_LAYERS = 1 << 12
 MAX_REQUESTS = 1 << 16
 MAX_BLOCKS = 1 << 26
@@ -126,9 +128,10 @@ def check_options(options: DemoOptions) -> None:
         OptionError: one line that names the option, the value, and what would do.
     """
     for name in ("layers", "latent", "block_size", "requests", "tokens", "chunk", "buffers"):
-        _at_least(options, name, 1)
-    for name in ("rope", "indexer_dim", "no_indexer_every", "seed"):
-        _at_least(options, name, 0)
+        _within(options, name, 1, MAX_NUMBER)
+    for name in ("rope", "indexer_dim", "no_indexer_every"):
+        _within(options, name, 0, MAX_NUMBER)
+    _within(options, "seed", 0, (1 << 64) - 1)
     try:
         TpMapping(options.prefill_tp, options.decode_tp)
     except TopologyError as error:
@@ -140,10 +143,10 @@ def check_options(options: DemoOptions) -> None:
     ):
         if value > most:
             raise OptionError(f"{name} is {value}; the demo goes up to {most}")
-    if options.seed >= 1 << 64:
-        raise OptionError(f"--seed is {options.seed}; it is a 64-bit number")
-    if not 5 <= options.timeout < float("inf"):
-        raise OptionError(f"--timeout is {options.timeout:g}; it is at least 5 seconds")
+    if not 5 <= options.timeout <= MAX_TIMEOUT:
+        raise OptionError(
+            f"--timeout is {options.timeout:g}; it is at least 5 and at most {MAX_TIMEOUT} seconds"
+        )
     if options.lic8 and not options.indexer_dim:
         raise OptionError("--lic8 quantises the indexer, and --indexer-dim 0 has none")
     hurting = (Fault.KILL_DECODE, Fault.KILL_PREFILL, Fault.ABORT)
@@ -184,8 +187,9 @@ def available_memory(root: Path = Path("/")) -> int:
     return free if limit == "max" else max(0, min(free, int(limit) - used))
 
 
-def _at_least(options: DemoOptions, name: str, least: int) -> None:
+def _within(options: DemoOptions, name: str, least: int, most: int) -> None:
     value: int = getattr(options, name)
-    if value < least:
+    if not least <= value <= most:
         option = "--" + name.replace("_", "-")
-        raise OptionError(f"{option} is {value}; it is at least {least}")
+        bound = f"at least {least}" if value < least else f"at most {most}"
+        raise OptionError(f"{option} is {value}; it is {bound}")

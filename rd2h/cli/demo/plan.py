@@ -262,7 +262,7 @@ def check_memory(options: DemoOptions, available: int) -> None:
             f"the run needs about {needed / 2**30:.1f} GiB "
             f"({options.requests * options.blocks_per_request} blocks in {options.layers} layers, "
             f"{options.processes} processes) and {available / 2**30:.1f} GiB are available; lower "
-            f"--requests, --tokens or --layers"
+            f"--requests, --tokens or --layers, or --prefill-tp and --decode-tp"
         )
 
 
