@@ -51,6 +51,7 @@ demo: $(STAMP) ## move a DeepSeek-V3.2-shaped cache between real processes, and 
 
 .PHONY: bench
 bench: $(STAMP) ## every benchmark; each against a baseline in the same run
+	$(BIN)/python -m benchmarks.wire
 	$(BIN)/python -m benchmarks.round_trip --grow
 	$(BIN)/python -m benchmarks.planning --grow
 	$(BIN)/python -m benchmarks.idle

@@ -101,7 +101,7 @@ MALFORMED: dict[str, tuple[bytes, str, str]] = {
         "4, but it must be below `tp_ratio`, 4",
     ),
     "text that is not UTF-8": (b"\x93\xc4\x0bread_failed\x00\xa1\xff", "$", "UTF-8"),
-    "nested without end": (batch()[:-1] + b"\x91" * 100_000, "$", "recursion"),
+    "nested without end": (b"\x98" + batch()[1:] + b"\x91" * 100_000, "$", "recursion"),
     "a length of gigabytes": (b"\xdd\xff\xff\xff\xff", "$", "truncated"),
     "metadata as map": (pack((b"mf_meta", "s", {})), "$[2]", "Expected `bytes`, got `object`"),
     "metadata that is not msgpack": (pack((b"mf_meta", "s", b"\xc1")), "$[2]", "invalid"),
