@@ -122,22 +122,24 @@ def _sound(value: Struct) -> bool:
     Exactly that class: a bool is no number here, and nothing that msgspec would turn into text
     (a UUID, a date) is text.
     """
-    held: Any  # whatever somebody has put there: that is the question
     for name, kind, item_kind in FIELD_TYPES[type(value)]:
         held = getattr(value, name)
-        if held.__class__ is not kind:
+        if type(held) is not kind:
             return False
-        if item_kind is None:
-            continue
-        if kind is dict:
-            if not all(type(key) is str for key in held):
-                return False
-            held = held.values()
-        nested = item_kind in FIELD_TYPES
-        for item in held:
-            if type(item) is not item_kind or (nested and not _sound(item)):
-                return False
+        if item_kind is not None and not _sound_items(held, item_kind):
+            return False
     return True
+
+
+def _sound_items(held: Any, item_kind: type) -> bool:
+    """Whether a list, or a dict with its keys, holds what it says. Any: a list or a dict."""
+    if isinstance(held, dict):
+        if not all(type(key) is str for key in held):
+            return False
+        held = held.values()
+    return all(
+        type(item) is item_kind and (not isinstance(item, Struct) or _sound(item)) for item in held
+    )
 
 
 def _check_classes(path: str, value: Struct, first: int = 0) -> None:
