@@ -13,12 +13,13 @@ import typer
 
 import rd2h
 from rd2h.cli.demo.command import demo
+from rd2h.cli.inspect.command import inspect
 from rd2h.cli.proxy import proxy
 
 __all__ = ["COMMANDS", "app", "main"]
 
 # In the order of `rd2h --help`.
-COMMANDS: tuple[Callable[..., None], ...] = (demo, proxy)
+COMMANDS: tuple[Callable[..., None], ...] = (demo, proxy, inspect)
 
 app = typer.Typer(
     name="rd2h",
