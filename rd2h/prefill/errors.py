@@ -6,12 +6,13 @@ __all__ = ["LayerSendError", "SenderBrokenError", "SenderClosedError", "listed"]
 
 
 class LayerSendError(RuntimeError):
-    """Layers could not be handed over, and the failure policy is to raise.
+    """Requests are lost for a Decode rank, and the failure policy is to raise.
 
     Attributes:
-        layer_names: The layers, oldest first; at least one.
+        layer_names: The layers that could not be handed over, oldest first. None if the Decode
+            rank was lost when all layers so far were answered, but more were to come.
         endpoint: The Decode rank that should have read them.
-        ext_ids: The requests that are lost with them.
+        ext_ids: The requests that are lost there.
         reason: Why: Decode's own words, or what was waited for.
     """
 
@@ -29,6 +30,11 @@ class LayerSendError(RuntimeError):
         self.reason = reason
 
     def __str__(self) -> str:
+        if not self.layer_names:
+            return (
+                f"requests {listed(self.ext_ids)} were on their way to {self.endpoint} when: "
+                f"{self.reason}"
+            )
         return (
             f"layer {listed(self.layer_names)} could not be handed over to {self.endpoint}: "
             f"{self.reason} (requests {listed(self.ext_ids)})"

@@ -16,16 +16,8 @@ from typing import TypeAlias
 
 import zmq
 
-from rd2h.prefill.machine import (
-    Action,
-    Announcement,
-    Close,
-    Connect,
-    Failed,
-    Release,
-    Send,
-    SenderMachine,
-)
+from rd2h.prefill.actions import Action, Announcement, Close, Connect, Failed, Release, Send
+from rd2h.prefill.machine import SenderMachine
 from rd2h.sockets import (
     MESSAGES_AT_A_TIME,
     LimitedLog,
@@ -38,7 +30,7 @@ from rd2h.wire import MfMeta, MfMetaAck, ReadDone, ReadFailed, ReadReadyBatch
 from rd2h.wire import decode as decode_message
 from rd2h.wire import encode as encode_message
 
-__all__ = ["Ask", "Forget", "Inbox", "SenderLoop"]
+__all__ = ["Ask", "Forget", "Inbox", "Item", "SenderLoop"]
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +94,7 @@ class SenderLoop:
         inbox: Where work arrives.
         stopping: Says whether to end; whoever changes its answer wakes the inbox.
         release: Called for each batch that no longer holds its slots.
-        failed: Called for each batch that was lost.
+        failed: Called for whatever was lost.
     """
 
     def __init__(
@@ -199,14 +191,16 @@ class SenderLoop:
                 actions = self._machine.connected(connection.endpoint, connection.number)
             else:
                 reason = "the connection was lost"
-                actions = self._machine.lost(connection.endpoint, connection.number, reason)
+                actions = self._machine.lost(
+                    connection.endpoint, connection.number, reason, time.monotonic()
+                )
             self._perform(actions)
 
     def _perform(self, actions: list[Action]) -> None:
         for action in actions:
             match action:
-                case Send(endpoint, number, message):
-                    self._send(endpoint, number, encode_message(message))
+                case Send(endpoint, number, message, payload):
+                    self._send(endpoint, number, payload or encode_message(message))
                 case Release():
                     self._release(action)
                 case Failed():
@@ -226,7 +220,8 @@ class SenderLoop:
             connection.socket.send(payload, zmq.NOBLOCK)
         except zmq.Again:
             # Nothing reconnects after a fault in the peer's ZMTP; the monitor has yet to say so.
-            self._perform(self._machine.lost(endpoint, number, "the connection was lost"))
+            reason = "the connection was lost"
+            self._perform(self._machine.lost(endpoint, number, reason, time.monotonic()))
 
     def _connect(self, action: Connect) -> None:
         socket: zmq.Socket[bytes] | None = None

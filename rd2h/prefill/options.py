@@ -15,7 +15,7 @@ class SenderOptions:
     """The sender's policy and deadlines; all times in seconds.
 
     Attributes:
-        failure_policy: What a batch that cannot be handed over does to Prefill. ``raise``: the
+        failure_policy: What requests that are lost for a Decode rank do to Prefill. ``raise``: the
             compute thread raises LayerSendError at its next call. ``contain``: the requests are
             logged and left out from then on, everything else goes on.
         handshake_timeout: From the first batch for a Decode rank until its MfMetaAck.

@@ -8,8 +8,8 @@ Three threads, each owner of its own state:
   so that neither the compute thread nor replies are held up by a device;
 - the *socket thread* (:mod:`rd2h.prefill.loop`) owns the machine and the sockets.
 
-Layers flow one way: compute, event, socket. A layer without an event skips the event thread
-when nothing is waiting there.
+Layers flow one way, and with them the word that a request is over: compute, event, socket. What
+has no event to wait for skips the event thread when nothing is waiting there.
 """
 
 from __future__ import annotations
@@ -18,18 +18,20 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
 from rd2h.layout import LayerLayout, StorageSlots
-from rd2h.prefill.errors import LayerSendError, SenderBrokenError, SenderClosedError, listed
+from rd2h.prefill.actions import Announcement, Failed, Release
+from rd2h.prefill.errors import LayerSendError, SenderBrokenError, SenderClosedError
 from rd2h.prefill.gates import Gates, Hold
-from rd2h.prefill.loop import Ask, Forget, Inbox, SenderLoop
-from rd2h.prefill.machine import Announcement, Failed, Release, SenderMachine
+from rd2h.prefill.loop import Ask, Forget, Inbox, Item, SenderLoop
+from rd2h.prefill.machine import SenderMachine
 from rd2h.prefill.options import SenderOptions
 from rd2h.wire import MfMeta, ReadReadyBatch
+from rd2h.wire import encode as encode_message
 
 __all__ = ["DeviceEvent", "LayerTask", "Sender", "SenderStats"]
 
@@ -79,7 +81,7 @@ class SenderStats:
 @dataclass(frozen=True)
 class _Pending:
     event: DeviceEvent
-    announcements: list[Announcement]
+    items: Sequence[Item]
 
 
 class Sender:
@@ -91,6 +93,9 @@ class Sender:
         session: What the transfer engine publishes of this rank's memory.
         layers: This rank's cache layouts, by layer name.
         options: Policy and deadlines.
+
+    Raises:
+        UnencodableMessageError: the session or a layer's name or layout cannot be sent.
     """
 
     def __init__(
@@ -99,18 +104,20 @@ class Sender:
         layers: Mapping[str, LayerLayout],
         options: SenderOptions | None = None,
     ) -> None:
+        metadata = MfMeta(session, {name: layout.to_wire() for name, layout in layers.items()})
+        encode_message(metadata)  # here, where it can be the caller's fault only
         self._options = options or SenderOptions()
         self._slots = StorageSlots.from_layouts(layers.values())
         self._gates = Gates()
         self._inbox = Inbox()
         self._events: SimpleQueue[_Pending | None] = SimpleQueue()
-        self._undone = _Counter()  # tasks that the event thread has not handed on
-        self._failures: deque[Failed] = deque()
+        self._undone = _Counter()  # items that the event thread has not handed on
+        self._failures: deque[LayerSendError] = deque()
         self._closing = threading.Event()
         self._closed = False
         self.stats = SenderStats()
         machine = SenderMachine(
-            MfMeta(session, {name: layout.to_wire() for name, layout in layers.items()}),
+            metadata,
             handshake_timeout=self._options.handshake_timeout,
             answer_timeout=self._options.answer_timeout,
         )
@@ -131,24 +138,21 @@ class Sender:
 
         Raises:
             LayoutError: the layer is unknown.
-            LayerSendError: an earlier batch was lost, and the policy is to raise.
+            UnencodableMessageError: a batch holds what cannot be sent. Nothing has happened.
+            LayerSendError: something announced earlier was lost, and the policy is to raise.
             SenderBrokenError: the sender itself has failed.
         """
         self._check()
         slots = self._slots.slots_of(task.layer_name)
         announcements = [
-            Announcement(Hold(slots, task.layer_name, endpoint), batch)
+            Announcement(Hold(slots, task.layer_name, endpoint), batch, encode_message(batch))
             for endpoint, batch in task.batches.items()
         ]
         for announcement in announcements:
             self._gates.hold(announcement.hold)
         self.stats.layers += 1
         self.stats.batches += len(announcements)
-        if task.event is None and self._undone.value == 0:
-            self._inbox.put(announcements)
-        else:
-            self._undone.add(1)
-            self._events.put(_Pending(task.event or _NOW, announcements))
+        self._hand_on(announcements, task.event)
 
     def wait(self, layer_name: str, timeout: float | None = None) -> float:
         """Block until every slot that this layer will overwrite may be overwritten.
@@ -173,11 +177,14 @@ class Sender:
     def forget(self, ext_id: str) -> None:
         """A request is over on Prefill: nothing more will be announced for it.
 
+        Batches that are still on their way are not called back, and their failure is still
+        told. The id may be used again once they are answered.
+
         Raises:
             SenderBrokenError, SenderClosedError: if nothing can be announced any more.
         """
         self._check_alive()
-        self._inbox.put([Forget(ext_id)])
+        self._hand_on([Forget(ext_id)], None)
 
     def sizes(self, timeout: float = 5.0) -> dict[str, int]:
         """How much is kept, by kind; all zero when every request is over and forgotten.
@@ -195,6 +202,7 @@ class Sender:
         try:
             return answer.get(timeout=timeout)
         except Empty:
+            self._gates.raise_fault()
             raise TimeoutError(f"waited {timeout:g} s for the sender's socket thread") from None
 
     def close(self, timeout: float = 5.0) -> None:
@@ -229,6 +237,14 @@ class Sender:
         self._check()
         return waited
 
+    def _hand_on(self, items: Sequence[Item], event: DeviceEvent | None) -> None:
+        """To the socket thread, once the event has come and in the order of the calls."""
+        if event is None and self._undone.value == 0:
+            self._inbox.put(items)
+        else:
+            self._undone.add(1)
+            self._events.put(_Pending(event or _NOW, items))
+
     def _check_alive(self) -> None:
         self._gates.raise_fault()
         if self._closing.is_set():
@@ -237,8 +253,7 @@ class Sender:
     def _check(self) -> None:
         self._check_alive()
         if self._failures and self._options.failure_policy == "raise":
-            failed = self._failures.popleft()
-            raise LayerSendError(failed.layer_names, failed.endpoint, failed.ext_ids, failed.reason)
+            raise self._failures.popleft()
 
     def _on_release(self, release: Release) -> None:
         self._gates.release(release.hold)
@@ -247,21 +262,16 @@ class Sender:
         self.stats.failures += len(failed.layer_names)
         if self._closing.is_set():
             return
-        logger.error(
-            "layer %s was not handed over to %s: %s; requests %s are lost there",
-            listed(failed.layer_names),
-            failed.endpoint,
-            failed.reason,
-            listed(failed.ext_ids),
-        )
+        error = LayerSendError(failed.layer_names, failed.endpoint, failed.ext_ids, failed.reason)
+        logger.error("%s", error)
         if self._options.failure_policy == "raise":
-            self._failures.append(failed)
+            self._failures.append(error)
 
     def _wait_for_events(self) -> None:
         """Body of the event thread."""
         while (pending := self._events.get()) is not None and not self._closing.is_set():
             pending.event.synchronize()
-            self._inbox.put(pending.announcements)
+            self._inbox.put(pending.items)
             self._undone.add(-1)
 
     def _guard(self, *steps: Callable[[], None]) -> None:

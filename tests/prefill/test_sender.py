@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -18,7 +19,17 @@ from rd2h.prefill import (
     SenderClosedError,
     SenderOptions,
 )
-from rd2h.wire import MfMeta, MfMetaAck, ReadDone, ReadFailed, ReadReadyBatch
+from rd2h.prefill import loop as loop_module
+from rd2h.prefill import sender as sender_module
+from rd2h.wire import (
+    MfMeta,
+    MfMetaAck,
+    ReadDone,
+    ReadFailed,
+    ReadReadyBatch,
+    UnencodableMessageError,
+    encode,
+)
 from tests.compat.vectors import VECTORS, Vector
 from tests.prefill.meeting import RAISING, is_shut, meet
 from tests.transfer.caches import (
@@ -98,6 +109,63 @@ def test_unknown_layer_is_refused_and_shuts_nothing(site: Site) -> None:
     with pytest.raises(LayoutError, match=r"layer\.7"):
         prefill.submit(7, decode.endpoint, ask("a", [1]))
     assert prefill.sender.drain() == 0.0
+
+
+@pytest.mark.parametrize("fault", ["request", "done", "layer", "type"])
+@pytest.mark.parametrize("options", [PATIENT, RAISING], ids=lambda options: options.failure_policy)
+def test_batch_that_cannot_be_encoded_is_refused_and_shuts_nothing(
+    site: Site, options: SenderOptions, fault: str
+) -> None:
+    prefill, decode = site.prefill(options=options), site.scripted_decode()
+    other = site.scripted_decode()
+    peer = meet(prefill, decode)
+    bad = {
+        "request": batch(1, [ask("a\ud800", [1])]),
+        "done": batch(1, [ask("a", [1])], done=["\udfff"]),
+        "layer": batch(1, [ask("a", [1])], name="layer.\ud800"),
+        "type": batch(1, [ask("a", [-1])]),
+    }[fault]
+    # Not even what could be announced to others is, or there would be no saying what was.
+    batches = {other.endpoint: batch(1, [ask("a", [1])]), decode.endpoint: bad}
+    before = replace(prefill.sender.stats)
+    with pytest.raises(UnencodableMessageError):
+        prefill.sender.submit(LayerTask("layer.1", batches))
+    assert prefill.sender.stats == before
+    assert not is_shut(prefill, 1)
+    assert prefill.sender.sizes()["queued"] == 0
+    prefill.submit(1, decode.endpoint, ask("a", [1]))
+    assert decode.hear_batch() == (peer, batch(1, [ask("a", [1])]))
+    decode.say(peer, ReadDone(0), ReadDone(1))
+    prefill.sender.drain()
+
+
+@pytest.mark.parametrize(("session", "layer"), [("s\ud800", "layer.0"), ("s", "layer.\ud800")])
+def test_sender_whose_handshake_cannot_be_encoded_is_refused(session: str, layer: str) -> None:
+    before = descriptors()
+    with pytest.raises(UnencodableMessageError):
+        Sender(session, {layer: LayerLayout(layer, (TensorLayout(4096, 64, 1, 8),))})
+    assert not threads()
+    assert descriptors() <= before
+
+
+def test_batch_is_encoded_once(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    prefill, decode = site.prefill(options=PATIENT), site.scripted_decode()
+    peer = meet(prefill, decode)
+    decode.say(peer, ReadDone(0))
+    encoded: list[str] = []
+
+    def counting(message: ReadReadyBatch) -> bytes:
+        encoded.append(threading.current_thread().name)
+        return encode(message)
+
+    for module in (sender_module, loop_module):
+        monkeypatch.setattr(module, "encode_message", counting)
+    for layer in (0, 1):
+        prefill.submit(layer, decode.endpoint, ask("a", [1]))
+        decode.hear_batch()
+        decode.say(peer, ReadDone(layer))
+    prefill.sender.drain()
+    assert encoded == [threading.current_thread().name] * 2
 
 
 # -------------------------------------------------------------------------------- versions
@@ -231,6 +299,24 @@ def test_two_steps_in_flight_have_an_event_each(site: Site) -> None:
     assert is_shut(prefill, 0)  # one of two answers
     decode.say(peer, ReadDone(0))
     prefill.sender.wait("layer.0")
+
+
+def test_request_is_not_forgotten_before_its_layers_are_announced(site: Site) -> None:
+    prefill, decode = site.prefill(options=PATIENT), site.scripted_decode()
+    peer = meet(prefill, decode)
+    decode.say(peer, ReadDone(0))
+    prefill.sender.drain()
+    event = Event()
+    prefill.submit(1, decode.endpoint, ask("b", [1]), event=event)
+    assert event.reached.wait(PATIENCE)
+    prefill.sender.forget("a")
+    prefill.sender.forget("b")
+    assert prefill.sender.sizes()["open_requests"] == 1
+    event.ready.set()
+    decode.hear_batch()
+    decode.say(peer, ReadDone(1))
+    prefill.sender.drain()
+    eventually(lambda: set(prefill.sender.sizes().values()) == {0}, "the request to be forgotten")
 
 
 @pytest.mark.parametrize("options", [PATIENT, RAISING], ids=lambda options: options.failure_policy)

@@ -8,14 +8,16 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 import zmq
 
 from rd2h.prefill import LayerSendError, SenderBrokenError
+from rd2h.prefill.machine import SenderMachine
 from rd2h.wire import ReadDone, ReadFailed
 from tests.prefill.meeting import RAISING, is_shut, meet
-from tests.transfer.caches import PATIENCE
+from tests.transfer.caches import PATIENCE, eventually
 from tests.transfer.ranks import PATIENT, Log, Site, ask, batch, make_site, quick
 
 
@@ -68,15 +70,38 @@ class RawDecode:
         self.endpoint = f"tcp://127.0.0.1:{self._server.getsockname()[1]}"
 
     def greet(self) -> None:
-        """Accept, shake hands as a ROUTER, and answer MfMeta."""
+        """Accept, shake hands, and answer MfMeta."""
         connection, _ = self._server.accept()
         self.connection = self._site.stack.enter_context(connection)
+        self._shake_hands()
+        self.say(b"ACK")
+
+    def hang_up_on_everyone(self) -> list[float]:
+        """Close every connection once MfMeta has come; the list grows by the time of each."""
+        greeted: list[float] = []
+
+        def serve() -> None:
+            with suppress(OSError):  # the server's end
+                while True:
+                    self.connection, _ = self._server.accept()
+                    with self.connection:
+                        self._shake_hands()
+                        greeted.append(time.monotonic())
+
+        thread = threading.Thread(target=serve, daemon=True)
+        self._site.stack.callback(thread.join)
+        self._site.stack.callback(self._server.shutdown, socket.SHUT_RDWR)
+        thread.start()
+        return greeted
+
+    def _shake_hands(self) -> None:
+        """As a ROUTER, until MfMeta has come."""
+        connection = self.connection
         connection.settimeout(PATIENCE)
         ready = b"\x05READY\x0bSocket-Type\x00\x00\x00\x06ROUTER"
         connection.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(48))
         connection.sendall(bytes([4, len(ready)]) + ready)
         self.read_until(b"mf_meta")
-        self.say(b"ACK")
 
     def say(self, payload: bytes) -> None:
         self.connection.sendall(b"\x01\x00\x00" + bytes([len(payload)]) + payload)
@@ -237,6 +262,19 @@ def test_fault_of_the_socket_thread_reaches_the_compute_thread(
         prefill.sender.drain()
 
 
+def test_question_that_the_socket_thread_dies_of_says_so(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefill = site.prefill(options=PATIENT)
+
+    def broken(_: object) -> dict[str, int]:
+        raise RuntimeError("which nobody foresaw")
+
+    monkeypatch.setattr(SenderMachine, "sizes", broken)
+    with Log(), pytest.raises(SenderBrokenError, match="which nobody foresaw"):
+        prefill.sender.sizes(timeout=0.5)
+
+
 def test_failure_is_known_before_its_gate_opens(site: Site) -> None:
     """Or a wait that the failure ends might return as if all were well."""
     prefill, decode = site.prefill(options=RAISING), site.scripted_decode()
@@ -281,6 +319,56 @@ def test_decode_that_restarts_is_greeted_anew_and_stale_answers_count_for_nothin
     assert is_shut(prefill, 0)
     again.say(new, ReadDone(0))
     prefill.sender.drain()
+
+
+@pytest.mark.parametrize("policy", ["contain", "raise"])
+def test_decode_that_is_lost_between_layers_loses_its_requests_aloud(
+    site: Site, policy: str
+) -> None:
+    """Nothing is on its way, and no gate is shut; the requests had more to come all the same."""
+    prefill = site.prefill(options=PATIENT if policy == "contain" else RAISING)
+    decode = site.scripted_decode()
+    peer = meet(prefill, decode)
+    prefill.submit(1, decode.endpoint, ask("b", [1]), ask("c", [1]), done=["c"])
+    decode.hear_batch()
+    decode.say(peer, ReadDone(0), ReadDone(1))
+    prefill.sender.drain()
+    said = f"requests a, b were on their way to {decode.endpoint} when: the connection was lost"
+    with Log() as log:
+        decode.close()
+        eventually(lambda: log.lines == [said], "the loss to be logged")
+    if policy == "raise":
+        # The log comes first.
+        eventually(lambda: bool(prefill.sender._failures), "the loss to be kept")
+        with pytest.raises(LayerSendError) as caught:
+            prefill.submit(0, [], ask("other", [1]))
+        assert str(caught.value) == said
+        assert caught.value.layer_names == ()
+        assert caught.value.ext_ids == ("a", "b")
+    assert prefill.sender.sizes()["lost_requests"] == 2
+    prefill.submit(0, decode.endpoint, ask("a", [1]))
+    assert prefill.sender.drain() < PATIENCE  # left out
+    assert prefill.sender.stats.failures == 0  # no layer was lost
+
+
+def test_decode_that_gives_a_very_long_reason(site: Site) -> None:
+    prefill, decode = site.prefill(options=RAISING), site.scripted_decode()
+    peer = meet(prefill, decode)
+    with Log() as log:
+        decode.say(peer, ReadFailed(0, "long " * 4_000_000))
+        with pytest.raises(LayerSendError, match=r"long \.\.\. \(19999500 more") as caught:
+            prefill.sender.drain()
+    assert len(str(caught.value)) < 1000
+    assert log.size < 1000
+
+
+def test_decode_that_hangs_up_when_greeted_is_not_called_all_the_time(site: Site) -> None:
+    prefill, raw = site.prefill(options=quick("contain", handshake=1.0)), RawDecode(site)
+    greeted = raw.hang_up_on_everyone()
+    prefill.submit(0, raw.endpoint, ask("a", [1]))
+    assert 0.5 < prefill.sender.drain() < PATIENCE  # all attempts share one deadline
+    assert 2 <= len(greeted) <= 5  # after 0, 0.1, 0.3 and 0.7 seconds
+    assert prefill.sender.stats.failures == 1
 
 
 def test_forget_brings_the_sender_back_to_idle(site: Site) -> None:

@@ -1,7 +1,8 @@
 """Sender and receiver machines together, under everything a network and a process can do.
 
-After every run: no gate shut for ever, no request lost, nothing reported twice, no request done
-with a layer missing or overwritten, every container back at its idle size.
+After every run: no gate shut for ever, no request lost or left out without a word, nothing
+reported twice, no request done with a layer missing or overwritten, every container back at its
+idle size.
 """
 
 from __future__ import annotations
@@ -61,6 +62,12 @@ class Together(RuleBasedStateMachine):
     def abort(self, index: int) -> None:
         if index == 0:
             self.world.abort(IDS[index % len(IDS)])
+
+    @rule(member=small, index=small)
+    def forget(self, member: int, index: int) -> None:
+        if index < len(IDS):
+            rank = self.world.prefills[member % len(self.world.prefills)]
+            self.world.forget(rank, IDS[index])
 
     @rule(index=small, keep=st.integers(0, 2), up=st.booleans(), down=st.booleans())
     def cut(self, index: int, keep: int, up: bool, down: bool) -> None:

@@ -17,8 +17,9 @@ from dataclasses import dataclass, field
 from rd2h.decode import machine as receiving
 from rd2h.decode.requests import Outcome
 from rd2h.layout import LayerLayout, TensorLayout
-from rd2h.prefill import machine as sending
+from rd2h.prefill import actions as sending
 from rd2h.prefill.gates import Hold
+from rd2h.prefill.machine import SenderMachine
 from rd2h.reads import RequestDestination
 from rd2h.wire import (
     DecodeMessage,
@@ -78,15 +79,21 @@ class InFlight:
 
 @dataclass(eq=False)
 class PrefillRank:
-    """A Prefill rank: its machine, its gates, its memory, and where its computation is."""
+    """A Prefill rank: its machine, its gates, its memory, and where its computation is.
+
+    ``failed`` are the requests that its machine has said to be lost, ``forgotten`` those that
+    are over here; each request goes to one Decode only.
+    """
 
     member: int
-    machine: sending.SenderMachine
+    machine: SenderMachine
     generation: int = 0
     holds: set[Hold] = field(default_factory=set)
     slots: list[int] = field(default_factory=lambda: [0] * SLOTS)
     position: tuple[int, int] = (0, 0)  # step, layer
     writes: int = 0
+    failed: set[str] = field(default_factory=set)
+    forgotten: set[str] = field(default_factory=set)
 
 
 @dataclass(eq=False)
@@ -117,8 +124,8 @@ class World:
         self.prefills = [PrefillRank(member, self._sender()) for member in range(RATIO)]
         self.decodes = [DecodeRank(index, self._receiver()) for index in range(DECODES)]
 
-    def _sender(self) -> sending.SenderMachine:
-        return sending.SenderMachine(
+    def _sender(self) -> SenderMachine:
+        return SenderMachine(
             METADATA, handshake_timeout=HANDSHAKE_TIMEOUT, answer_timeout=ANSWER_TIMEOUT
         )
 
@@ -144,7 +151,7 @@ class World:
             ids = [
                 ext_id
                 for ext_id, index in self.requests.items()
-                if index == target.index and step in SPANS[ext_id]
+                if index == target.index and step in SPANS[ext_id] and ext_id not in rank.forgotten
             ]
             if not ids:
                 continue
@@ -174,6 +181,11 @@ class World:
         target = self.decodes[self.requests[ext_id]]
         self._decode(target, target.machine.abort(ext_id, self.now))
 
+    def forget(self, rank: PrefillRank, ext_id: str) -> None:
+        """The request is over on one Prefill rank, wherever its batches are."""
+        rank.forgotten.add(ext_id)
+        self._prefill(rank, rank.machine.forget(ext_id))
+
     def advance(self, seconds: float) -> None:
         self.now += seconds
         for rank in self.prefills:
@@ -190,6 +202,7 @@ class World:
         rank.machine = self._sender()
         rank.generation += 1
         rank.holds.clear()
+        rank.failed.clear()
         rank.position = (STEPS, 0)
 
     def restart_decode(self, target: DecodeRank) -> None:
@@ -247,7 +260,7 @@ class World:
             connection.prefill_knows = True
             rank = connection.prefill
             endpoint = f"decode-{connection.decode.index}"
-            self._prefill(rank, rank.machine.lost(endpoint, connection.number, "cut"))
+            self._prefill(rank, rank.machine.lost(endpoint, connection.number, "cut", self.now))
 
     def decode_notices(self, connection: Connection) -> None:
         if connection.cut and not connection.decode_knows:
@@ -297,8 +310,10 @@ class World:
                         connection.up.append(message)
                 case sending.Release(hold):
                     rank.holds.discard(hold)
-                case sending.Failed():
-                    pass
+                case sending.Failed(_, _, ext_ids):
+                    rank.failed.update(ext_ids)
+        left_out = rank.machine.sizes()["lost_requests"]
+        assert left_out <= len(rank.failed - rank.forgotten), "a request was lost without a word"
 
     def _find(self, rank: PrefillRank, number: int) -> Connection:
         identity = f"{rank.member}/{rank.generation}/{number}".encode()
@@ -314,8 +329,9 @@ class World:
                     if accepted and not connection.cut:
                         connection.down.append(message)
                     if batch_id is not None:
-                        target.owed[identity] -= 1
-                        assert target.owed[identity] >= 0, "a batch was answered twice"
+                        if not connection.decode_knows:
+                            target.owed[identity] -= 1
+                            assert target.owed[identity] >= 0, "a batch was answered twice"
                         if not accepted:
                             connection.decode_knows = True
                             target.owed.pop(identity, None)
@@ -391,7 +407,7 @@ class World:
         """After everything: gates open, requests reported once, containers at their idle size."""
         for rank in self.prefills:
             assert not rank.holds, "a gate is shut for ever"
-            for ext_id in self.requests:
+            for ext_id in self.requests.keys() - rank.forgotten:
                 rank.machine.forget(ext_id)
             assert set(rank.machine.sizes().values()) == {0}
         for target in self.decodes:
