@@ -7,6 +7,14 @@ Whether a peer is still there is found out in two steps that work with any peer 
 not say which one left): the monitor tells that some connection broke, or that a silent one was
 given up after the heartbeat timeout; then an empty frame goes to each peer whose handshake is
 over, which fails at once for one that has left and is dropped by one that lives.
+
+A read must not count if Prefill has given this Decode up before it ended, for its memory may
+hold something else by then. Mostly the connection's end is known first. But a process that was
+stopped for longer than the heartbeat timeout, and goes on, may end its read before its own
+sockets have noticed anything. So a read that took nearly as long is not believed at once: its
+result is kept for a moment, in which losses are noticed, and the peers are asked once more
+before the machine hears of it. What is left is a process that is stopped while a batch waits,
+goes on, and reads it to the end before its sockets notice.
 """
 
 from __future__ import annotations
@@ -21,6 +29,7 @@ from typing import TypeAlias
 
 import zmq
 
+import rd2h.sockets
 from rd2h.decode.machine import Action, Finish, ForgetSession, Read, ReceiverMachine, Reply
 from rd2h.decode.pool import ReadPool, ReadResult
 from rd2h.decode.requests import Finished
@@ -38,8 +47,11 @@ _PROBE_DELAYS = (0.0, 0.02, 0.1, 0.5, 2.0)
 """When to ask peers after a connection broke, in seconds: the monitor may speak a moment before
 the ROUTER has let go of the connection."""
 
+_DOUBT = 1.0
+"""Seconds for which the result of a read that took suspiciously long is kept back."""
+
 _LINGER_MS = 500
-"""How long a closed socket goes on sending what it was given, in milliseconds."""
+"""At most how long a closed socket goes on sending what it was given, in milliseconds."""
 
 
 @dataclass(frozen=True)
@@ -92,14 +104,12 @@ class Callbacks:
     Attributes:
         finished: A request has ended.
         read: A read has ended.
-        forget: The engine may drop what it keeps for a session.
         stopping: Says until when reads in flight may go on (on ``time.monotonic``); None while
             the receiver works. Whoever changes its answer wakes the inbox.
     """
 
     finished: Callable[[Finished], None]
     read: Callable[[ReadResult], None]
-    forget: Callable[[str], None]
     stopping: Callable[[], float | None]
 
 
@@ -128,6 +138,8 @@ class ReceiverLoop:
         self._pool = pool
         self._callbacks = callbacks
         self._probes: list[float] = []  # when to probe, soonest first
+        self._begun: dict[int, float] = {}  # batch -> when its read was asked for
+        self._doubted: deque[tuple[float, ReadResult]] = deque()  # until when, soonest first
         self._garbage = LimitedLog(logger)
 
     def run(self) -> None:
@@ -144,7 +156,7 @@ class ReceiverLoop:
             self._socket.disable_monitor()
             monitor.close(0)
             # The answers to the last reads may still be on their way out.
-            self._socket.close(_LINGER_MS)
+            self._socket.close(self._linger())
 
     def _over(self) -> bool:
         until = self._callbacks.stopping()
@@ -153,8 +165,19 @@ class ReceiverLoop:
         self._machine.stop()
         return self._machine.reads_in_flight == 0 or time.monotonic() >= until
 
+    def _linger(self) -> int:
+        until = self._callbacks.stopping()
+        if until is None:
+            return _LINGER_MS
+        return min(_LINGER_MS, max(0, int((until - time.monotonic()) * 1000)))
+
     def _timeout(self) -> int | None:
-        deadlines = [self._machine.next_deadline(), self._callbacks.stopping(), *self._probes[:1]]
+        deadlines = [
+            self._machine.next_deadline(),
+            self._callbacks.stopping(),
+            *self._probes[:1],
+            *(until for until, _ in list(self._doubted)[:1]),
+        ]
         due = min((deadline for deadline in deadlines if deadline is not None), default=None)
         if due is None:
             return None
@@ -165,8 +188,7 @@ class ReceiverLoop:
         # Losses come before results of reads: what was read from a peer that has left does
         # not count (see the machine).
         if monitor is not None and list(drain_monitor(monitor)):
-            now = time.monotonic()
-            self._probes = sorted([*self._probes, *(now + delay for delay in _PROBE_DELAYS)])
+            self._probe_soon()
         if self._probes and time.monotonic() >= self._probes[0]:
             self._probe()
         if readable:
@@ -180,12 +202,26 @@ class ReceiverLoop:
                     self._perform(self._machine.abort(ext_id, now))
                 case Ask(answer):
                     answer.put(self._machine.sizes())
+        self._take_results()
+        self._perform(self._machine.tick(time.monotonic()))
+
+    def _take_results(self) -> None:
+        limit = rd2h.sockets.HEARTBEAT_TIMEOUT - rd2h.sockets.HEARTBEAT_INTERVAL
         for result in self._pool.results():
             self._callbacks.read(result)
-            self._perform(
-                self._machine.read_finished(result.batch_id, result.error, time.monotonic())
-            )
-        self._perform(self._machine.tick(time.monotonic()))
+            now = time.monotonic()
+            if result.error is None and now - self._begun.pop(result.batch_id) > limit:
+                self._doubted.append((now + _DOUBT, result))
+                self._probe_soon()
+            else:
+                self._read_finished(result)
+        if self._doubted and time.monotonic() >= self._doubted[0][0]:
+            self._probe()
+            self._read_finished(self._doubted.popleft()[1])
+
+    def _read_finished(self, result: ReadResult) -> None:
+        self._begun.pop(result.batch_id, None)
+        self._perform(self._machine.read_finished(result.batch_id, result.error, time.monotonic()))
 
     def _receive(self) -> None:
         for _ in range(MESSAGES_AT_A_TIME):
@@ -210,6 +246,10 @@ class ReceiverLoop:
                     self._garbage.warning(
                         now, "peer %s sent %s, which only Decode sends", peer.hex(), name
                     )
+
+    def _probe_soon(self) -> None:
+        now = time.monotonic()
+        self._probes = sorted([*self._probes, *(now + delay for delay in _PROBE_DELAYS)])
 
     def _probe(self) -> None:
         now = time.monotonic()
@@ -239,8 +279,9 @@ class ReceiverLoop:
                     if batch_id is not None:
                         todo.extend(self._machine.replied(batch_id, delivered, now))
                 case Read() as read:
+                    self._begun[read.batch_id] = time.monotonic()
                     self._pool.submit(read)
-                case ForgetSession(session):
-                    self._callbacks.forget(session)
+                case ForgetSession() as forget:
+                    self._pool.submit(forget)
                 case Finish(finished):
                     self._callbacks.finished(finished)

@@ -26,7 +26,7 @@ from rd2h.decode.loop import Abort, Ask, Callbacks, Inbox, ReceiverLoop, Registe
 from rd2h.decode.machine import ReceiverMachine
 from rd2h.decode.options import ReceiverOptions
 from rd2h.decode.pool import Reader, ReadPool, ReadResult
-from rd2h.decode.requests import Finished
+from rd2h.decode.requests import Finished, registered_already
 from rd2h.layout import LayerLayout
 from rd2h.reads import PullScope, RequestDestination
 from rd2h.sockets import new_socket
@@ -34,6 +34,10 @@ from rd2h.sockets import new_socket
 __all__ = ["Receiver", "ReceiverStats"]
 
 logger = logging.getLogger(__name__)
+
+_GRACE = 0.2
+"""Seconds beyond its time that `close` grants threads which wait for nothing any more, but
+perhaps for a processor."""
 
 
 @dataclass
@@ -93,22 +97,23 @@ class Receiver:
             raise PortTakenError(f"cannot listen on {address}: {error}") from error
         self.endpoint: str = socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self.stats = ReceiverStats()
-        self._reader = reader
         self._inbox = Inbox()
         self._outbox = threading.Condition()
         self._finished: list[Finished] = []
-        self._registered: set[str] = set()
+        self._registered: dict[str, RequestDestination] = {}
         self._fault: Exception | None = None
         self._stop_at: float | None = None
         self._closed = False
         self._pool = ReadPool(options.read_threads, reader, scope, self._inbox.wakeup.set)
         machine = ReceiverMachine(
-            layers, park_timeout=options.park_timeout, idle_timeout=options.idle_timeout
+            layers,
+            park_timeout=options.park_timeout,
+            idle_timeout=options.idle_timeout,
+            remember=options.remember,
         )
         callbacks = Callbacks(
             finished=self._on_finished,
             read=self._on_read,
-            forget=self._on_forget,
             stopping=lambda: self._stop_at,
         )
         loop = ReceiverLoop(socket, machine, self._inbox, self._pool, callbacks)
@@ -126,12 +131,9 @@ class Receiver:
         """
         with self._outbox:
             self._raise_fault()
-            if destination.ext_id in self._registered:
-                raise ValueError(
-                    f"request {destination.ext_id} is registered already; it must be taken as "
-                    f"finished before its id is used again"
-                )
-            self._registered.add(destination.ext_id)
+            if (first := self._registered.get(destination.ext_id)) is not None:
+                raise ValueError(registered_already(first, destination))
+            self._registered[destination.ext_id] = destination
             self._inbox.put(Register(destination))
 
     def abort(self, ext_id: str) -> None:
@@ -151,18 +153,18 @@ class Receiver:
     def take_finished(self) -> list[Finished]:
         """Requests that have ended since the last call, each once; does not block.
 
+        What has ended before the receiver was closed or failed is still handed out.
+
         Raises:
-            ReceiverBrokenError: if the receiver itself has failed.
+            ReceiverBrokenError, ReceiverClosedError: if there is nothing and will be nothing.
         """
         with self._outbox:
-            self._raise_fault()
             return self._take()
 
     def wait_finished(self, timeout: float) -> list[Finished]:
         """As `take_finished`, but block until there is something, at most ``timeout`` seconds."""
         with self._outbox:
             self._outbox.wait_for(lambda: self._finished or self._fault, timeout)
-            self._raise_fault()
             return self._take()
 
     def sizes(self, timeout: float = 5.0) -> dict[str, int]:
@@ -190,6 +192,9 @@ class Receiver:
     def close(self, timeout: float = 5.0) -> None:
         """Finish reads in flight, then end every thread and close the socket.
 
+        No read begins any more; those that were about to fail at once. `take_finished` still
+        hands out what has ended by then; requests that have not are not reported.
+
         Raises:
             TimeoutError: if a read or a thread does not end within ``timeout`` seconds; another
                 call waits for it again.
@@ -197,10 +202,13 @@ class Receiver:
         if self._closed:
             return
         deadline = time.monotonic() + timeout
-        self._stop_at = self._stop_at or deadline
+        # The socket thread stops waiting for reads a little earlier, to end in time itself.
+        self._stop_at = self._stop_at or deadline - min(0.5, timeout / 2)
+        self._pool.stop()
         self._inbox.wakeup.set()
-        self._thread.join(timeout + 1.0)
-        alive = self._pool.close(deadline)
+        self._thread.join(max(0.0, deadline - time.monotonic()))
+        alive = self._pool.close(deadline + _GRACE)
+        self._thread.join(_GRACE)
         with self._outbox:
             self._fault = self._fault or ReceiverClosedError("the receiver is closed")
             self._outbox.notify_all()
@@ -217,8 +225,11 @@ class Receiver:
     # -------------------------------------------------------------------------------- internals
 
     def _take(self) -> list[Finished]:
+        if not self._finished:
+            self._raise_fault()
         finished, self._finished = self._finished, []
-        self._registered.difference_update(end.ext_id for end in finished)
+        for end in finished:
+            self._registered.pop(end.ext_id, None)
         return finished
 
     def _raise_fault(self) -> None:
@@ -242,13 +253,6 @@ class Receiver:
         stats.segments_before += result.stats.segments_before
         stats.segments += result.stats.segments
         stats.read_seconds += result.stats.seconds
-
-    def _on_forget(self, session: str) -> None:
-        try:
-            self._reader.forget(session)
-        except Exception:
-            # It is a courtesy to the engine: a peer that cannot be forgotten is only kept.
-            logger.warning("the transfer engine could not forget a peer", exc_info=True)
 
     def _guard(self, loop: ReceiverLoop) -> None:
         """Run the socket thread; a fault there must reach the worker thread, whatever it is."""

@@ -11,13 +11,15 @@ while: batches for it may still be on their way, and they are acknowledged witho
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 
+from rd2h.decode.texts import short
 from rd2h.reads import RequestDestination
 
-__all__ = ["Finished", "Outcome", "RequestBook"]
+__all__ = ["Finished", "Outcome", "RequestBook", "registered_already"]
 
 
 class Outcome(Enum):
@@ -64,23 +66,43 @@ class _Request:
         return self.ratio is not None and len(self.done_members) == self.ratio
 
 
+def registered_already(first: RequestDestination, again: RequestDestination) -> str:
+    """Why a request cannot be registered a second time, and in what the two differ."""
+    same = [*first.main_block_ids] == [*again.main_block_ids] and (
+        [*first.indexer_block_ids] == [*again.indexer_block_ids]
+    )
+    return (
+        f"request {short(first.ext_id)} is registered already with {_blocks(first)}, and now "
+        f"again with {_blocks(again)}{', the same ones' if same else ''}; it must end and be "
+        f"taken as finished before its id is used again"
+    )
+
+
+def _blocks(destination: RequestDestination) -> str:
+    main, indexer = len(destination.main_block_ids), len(destination.indexer_block_ids)
+    return f"{main} main and {indexer} indexer blocks"
+
+
 class RequestBook:
     """All requests of one Decode rank. Owned by the receiver's socket thread.
 
     Args:
         idle_timeout: Seconds without a batch after which a request fails.
         memory: Seconds for which an ended request's id is remembered.
-        most_remembered: How many ended ids are remembered at most.
+        most_remembered: How many ended ids are remembered at most, some 300 bytes each.
     """
 
     def __init__(
-        self, *, idle_timeout: float, memory: float = 600.0, most_remembered: int = 65536
+        self, *, idle_timeout: float, memory: float = 600.0, most_remembered: int = 1_000_000
     ) -> None:
         self._idle_timeout = idle_timeout
         self._memory = memory
         self._most_remembered = most_remembered
         self._requests: dict[str, _Request] = {}
-        self._ended: dict[str, float] = {}  # id -> when to forget it, oldest first
+        # Ended ids, oldest first, and when to forget each.
+        self._ended: OrderedDict[str, float] = OrderedDict()
+        # Those of them for which a batch was acknowledged without reading since.
+        self._passed_over: set[str] = set()
         # No request can have been idle for long enough before this; see `fail_idle`.
         self._idle_check: float | None = None
         self._finished: list[Finished] = []
@@ -95,11 +117,19 @@ class RequestBook:
         """
         ext_id = destination.ext_id
         if ext_id in self._requests:
-            raise ValueError(f"request {ext_id} is registered already and has not ended")
+            raise ValueError(registered_already(self._requests[ext_id].destination, destination))
         self._ended.pop(ext_id, None)
         self._requests[ext_id] = _Request(destination, heard=now)
         if self._idle_check is None:
             self._idle_check = now + self._idle_timeout
+        if ext_id in self._passed_over:
+            self._passed_over.discard(ext_id)
+            self.fail(
+                [ext_id],
+                f"request {ext_id} was registered after batches for it had been acknowledged "
+                f"without reading: its id was aborted or had ended before; use a new id",
+                now,
+            )
 
     def abort(self, ext_id: str, now: float) -> None:
         """The request is not wanted any more, whether or not it was registered."""
@@ -120,6 +150,10 @@ class RequestBook:
         """Where to read a request's blocks to; None if nothing is to be read for it."""
         request = self._requests.get(ext_id)
         return request.destination if request is not None and request.live else None
+
+    def pass_over(self, ext_ids: Iterable[str]) -> None:
+        """A batch was acknowledged; what it had for those of these requests that ended is lost."""
+        self._passed_over.update(ext_id for ext_id in ext_ids if ext_id in self._ended)
 
     def feed(
         self, ext_ids: Iterable[str], peer: bytes, member: int, ratio: int, now: float
@@ -176,21 +210,14 @@ class RequestBook:
 
     def peer_lost(self, peer: bytes, reason: str, now: float) -> None:
         """A peer is gone: requests that it feeds and has not finished fail."""
-        hurt = [
-            ext_id
-            for ext_id, request in self._requests.items()
-            if peer in request.feeders and request.feeders[peer] not in request.done_members
-        ]
-        self.fail(hurt, reason, now)
+        self.fail(self._fed_by(peer), reason, now)
         for request in self._requests.values():
             request.feeders.pop(peer, None)
 
     def fail_idle(self, now: float) -> None:
         """Fail what has heard nothing for too long, and forget ended requests whose time is up."""
-        for ext_id in list(self._ended):
-            if self._ended[ext_id] > now:
-                break
-            del self._ended[ext_id]
+        while self._ended and next(iter(self._ended.values())) <= now:
+            self._forget_oldest()
         if self._idle_check is None or now < self._idle_check:
             return
         idle = [
@@ -213,6 +240,10 @@ class RequestBook:
 
     # ---------------------------------------------------------------------------------- queries
 
+    def is_fed_by(self, peer: bytes) -> bool:
+        """Whether a peer still has something to send for a request."""
+        return bool(self._fed_by(peer))
+
     def next_deadline(self) -> float | None:
         """When `fail_idle` may have something to do."""
         return self._idle_check
@@ -227,6 +258,13 @@ class RequestBook:
         return {"requests": len(self._requests), "ended": len(self._ended)}
 
     # -------------------------------------------------------------------------------- internals
+
+    def _fed_by(self, peer: bytes) -> list[str]:
+        return [
+            ext_id
+            for ext_id, request in self._requests.items()
+            if peer in request.feeders and request.feeders[peer] not in request.done_members
+        ]
 
     def _settle(self, ext_id: str, now: float) -> None:
         """Report a request if it has ended and nothing of it is being read."""
@@ -246,4 +284,8 @@ class RequestBook:
         self._ended.pop(ext_id, None)
         self._ended[ext_id] = now + self._memory
         while len(self._ended) > self._most_remembered:
-            del self._ended[next(iter(self._ended))]
+            self._forget_oldest()
+
+    def _forget_oldest(self) -> None:
+        ext_id, _ = self._ended.popitem(last=False)
+        self._passed_over.discard(ext_id)

@@ -12,4 +12,5 @@ def greeted(site: Site, decode: Decode, cache: Cache | None = None) -> ScriptedP
     prefill = site.scripted_prefill(decode.endpoint)
     cache = cache or Cache(TWO_LAYERS)
     prefill.greet(site.engine(cache).session, cache)
+    site.stack.callback(lambda: cache)  # whose memory outlives this function
     return prefill

@@ -258,7 +258,7 @@ def test_close_finishes_the_read_in_flight_first(site: Site) -> None:
 
 @pytest.mark.slow
 def test_close_names_the_thread_of_a_read_that_never_ends(site: Site) -> None:
-    decode = site.decode()
+    decode = site.decode(options=ReceiverOptions(read_threads=2))
     prefill = greeted(site, decode)
     held = decode.engine.hold_read()
     decode.register("a", [1])

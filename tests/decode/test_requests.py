@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from rd2h.decode.requests import Finished, Outcome, RequestBook
@@ -142,9 +144,23 @@ def test_only_so_many_ended_requests_are_remembered(book: RequestBook) -> None:
     assert not book.is_unknown("e")
 
 
+def test_many_ended_requests_cost_nothing_at_a_tick() -> None:
+    book = RequestBook(idle_timeout=100.0, memory=14400.0)
+    for index in range(100_000):
+        book.abort(str(index), 0.0)
+    start = time.process_time()
+    for _ in range(1000):
+        book.fail_idle(1.0)
+    assert time.process_time() - start < 0.2  # 0.5 s and more when the ids were copied
+    assert book.sizes()["ended"] == 100_000
+
+
 def test_an_id_may_be_used_again_after_its_request_has_ended(book: RequestBook) -> None:
     register(book, "a")
-    with pytest.raises(ValueError, match="request a is registered already"):
+    with pytest.raises(ValueError, match="request a is registered already") as caught:
+        book.register(RequestDestination("a", [1, 2, 3], [4]), 0.0)
+    assert "with 1 main and 0 indexer blocks, and now again with 3 main and 1" in str(caught.value)
+    with pytest.raises(ValueError, match=r"and now again with 1 main .* blocks, the same ones"):
         register(book, "a")
     book.abort("a", 0.0)
     register(book, "a")
