@@ -1,7 +1,7 @@
 """Addresses: of engines, of the socket that we listen on, and of the metaserver as D sees it.
 
-Pure but for `Metaserver.for_engine`, which asks the kernel which local address routes to D (no
-packet is sent). Any thread.
+Pure but for `Metaserver.for_engine`, which asks the kernel which local address routes to D (nothing
+is sent to D), and looks D's host name up. Any thread.
 """
 
 import ipaddress
@@ -123,15 +123,37 @@ class Metaserver:
             host = _local_address_towards(host_of(url), self.host)
         else:
             host = self.host
-            there = _ip(host_of(url))
             here = _ip(host)
             local = host == "localhost" or (here is not None and here.is_loopback)
-            if local and there is not None and not there.is_loopback:
+            if local and not _is_this_machine(host_of(url)):
                 raise AddressError(
                     f"the Decode engine {url} cannot reach the metaserver at {host}, which is "
                     "this machine alone: give --host an address that it can reach, or --advertise"
                 )
         return f"http://{bracketed(host)}:{self.port}{METASERVER_PATH}"
+
+
+def _is_this_machine(host: str) -> bool:
+    """Whether a Decode engine's host is, or may be, a loopback address.
+
+    Raises:
+        AddressError: if it is a name that cannot be looked up.
+    """
+    ip = _ip(host)
+    if ip is not None:
+        return ip.is_loopback
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        raise AddressError(
+            f"cannot tell whether the Decode engine host {host} is this machine, which alone "
+            f"reaches the metaserver at a loopback address ({reason}): give --advertise"
+        ) from None
+    return any(
+        ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback
+        for _, _, _, _, address in found
+    )
 
 
 def advertised_url(text: str, port: int) -> str:

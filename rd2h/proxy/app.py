@@ -97,7 +97,11 @@ async def _http_error(request: Request, error: Exception) -> Response:
         kind, reason = ErrorKind.METHOD_NOT_ALLOWED, f"does not take {request.method}"
     else:
         kind, reason = ErrorKind.NOT_FOUND, "does not exist"
-    return _response(ProxyError(kind, f"{request.url.path} {reason}").answer())
+    response = _response(ProxyError(kind, f"{request.url.path} {reason}").answer())
+    allowed = (error.headers or {}).get("Allow")
+    if allowed is not None:
+        response.raw_headers.append((b"allow", allowed.encode("ascii")))
+    return response
 
 
 async def _bug(request: Request, _: Exception) -> Response:

@@ -29,6 +29,7 @@ class ErrorKind(Enum):
     """What can go wrong: ``code`` of the error object, and the HTTP status."""
 
     INVALID_JSON = ("invalid_json", 400)
+    INVALID_REQUEST = ("invalid_request", 400)
     INVALID_VALUE = ("invalid_value", 400)
     MISSING_FIELD = ("missing_required_parameter", 400)
     NOT_FOUND = ("not_found", 404)

@@ -86,11 +86,12 @@ async def _attempt(
     """
     options = services.options
     ids = call.expected_ids(entry.request_id)
-    entry.expected, entry.arrived = len(ids), 0
+    entry.expected = len(ids)
     entry.stage = "waiting for the rendezvous" if ids else "decoding alone"
     with services.registry.expect(
         ids, timeout=options.rendezvous_timeout, batch_wait=options.batch_wait
     ) as waiter:
+        entry.waiter = waiter
         decode = Decode(services, call, headers, waiter, entry, responder)
         prefill = Prefill(services, call, headers, waiter, entry)
         async with cancelled(decode.run(lease), prefill.run()) as (to_decode, to_prefill):
@@ -120,7 +121,7 @@ async def _prefill_failed(
     """
     if isinstance(error, PassOn):
         if not responder.started:
-            await responder.answer(error.answer)
+            await responder.answer(error.answer, counted=False)
             return
         error = ProxyError(
             ErrorKind.PREFILL_UNAVAILABLE,

@@ -5,6 +5,7 @@ Owner: the task that serves the request.
 
 import asyncio
 import logging
+from contextlib import ExitStack
 
 from rd2h.proxy.body import Endpoint, parse
 from rd2h.proxy.errors import ErrorKind, ProxyError
@@ -23,6 +24,9 @@ CLIENT_LEFT = 499
 
 # A body that is too large is read up to this many times the limit before it is refused.
 OVERSIZE_READ = 4
+
+# How long a client may take to read that its request has failed.
+FAIL_SECONDS = 5.0
 
 
 class ClientLeftError(Exception):
@@ -87,36 +91,49 @@ class Generation:
         responder = Responder(send, client_id or request_id, first_byte)
         entry: InFlight | None = None
         status = 0
-        try:
-            with services.track(request_id, self._endpoint) as entry:
+        # Until its end, with whatever the client is told: a request that hangs is seen.
+        with ExitStack() as tracked:
+            try:
+                entry = tracked.enter_context(services.track(request_id, self._endpoint))
                 await self._serve(scope, receive, request_id, entry, responder)
-        except ClientLeftError:
-            status = CLIENT_LEFT
-        except ProxyError as error:
-            if responder.started and not responder.finished:
-                metrics.stream_errors.labels(path).inc()
-            level = logging.WARNING if error.kind.status >= 500 else logging.INFO
-            log.log(level, "request %s: %s: %s", request_id, error.kind.code, error.message)
-            await responder.fail(error)
-        except asyncio.CancelledError:
-            if not services.draining:
-                raise
-            # The end of a shutdown; swallowed, because uvicorn would log it as a bug.
-            gone = ProxyError(ErrorKind.SHUTTING_DOWN, "this proxy was shut down before the end")
-            await responder.fail(gone)
-        except Exception:
-            log.exception("request %s: a bug of the proxy", request_id)
-            await responder.fail(ProxyError(ErrorKind.INTERNAL, "internal error of the proxy"))
-        finally:
-            elapsed = services.now() - started
-            status = status or responder.status
-            metrics.requests.labels(path, str(status)).inc()
-            metrics.request_seconds.labels(path).observe(elapsed)
-            log.info(
-                "%s %d in %.3f s, id %s, decode %s",
-                path, status, elapsed, entry.request_id if entry else request_id,
-                entry.decode if entry and entry.decode else "none",
-            )  # fmt: skip
+            except ClientLeftError:
+                status = CLIENT_LEFT
+            except ProxyError as error:
+                if responder.started and not responder.finished:
+                    metrics.stream_errors.labels(path).inc()
+                level = logging.WARNING if error.kind.status >= 500 else logging.INFO
+                log.log(level, "request %s: %s: %s", request_id, error.kind.code, error.message)
+                await self._fail(responder, error, request_id)
+            except asyncio.CancelledError:
+                if not services.draining:
+                    raise
+                # The end of a shutdown; swallowed, because uvicorn would log it as a bug.
+                gone = ProxyError(
+                    ErrorKind.SHUTTING_DOWN, "this proxy was shut down before the end"
+                )
+                await self._fail(responder, gone, request_id)
+            except Exception:
+                log.exception("request %s: a bug of the proxy", request_id)
+                bug = ProxyError(ErrorKind.INTERNAL, "internal error of the proxy")
+                await self._fail(responder, bug, request_id)
+            finally:
+                elapsed = services.now() - started
+                status = status or responder.status
+                metrics.requests.labels(path, str(status)).inc()
+                metrics.request_seconds.labels(path).observe(elapsed)
+                log.info(
+                    "%s %d in %.3f s, id %s, decode %s",
+                    path, status, elapsed, entry.request_id if entry else request_id,
+                    entry.decode if entry and entry.decode else "none",
+                )  # fmt: skip
+
+    async def _fail(self, responder: Responder, error: ProxyError, request_id: str) -> None:
+        """Tell the client, if it takes it; uvicorn drops a connection without a whole answer."""
+        try:
+            async with asyncio.timeout(FAIL_SECONDS):
+                await responder.fail(error)
+        except TimeoutError:
+            log.warning("request %s: the client does not read; it is dropped", request_id)
 
     async def _serve(
         self, scope: Scope, receive: Receive, request_id: str, entry: InFlight, responder: Responder

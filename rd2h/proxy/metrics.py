@@ -62,7 +62,9 @@ class Metrics:
             "request_seconds", "From the request's arrival until its answer is complete", "endpoint"
         )
         self.first_byte_seconds = self._histogram(
-            "first_byte_seconds", "From the request's arrival until its answer begins", "endpoint"
+            "first_byte_seconds",
+            "From the request's arrival until Decode's answer begins",
+            "endpoint",
         )
         self.rendezvous_seconds = self._histogram(
             "rendezvous_seconds", "From the request to Decode until its prompts are dispatched"

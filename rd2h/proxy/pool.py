@@ -60,7 +60,8 @@ class Engine:
         load: Outstanding prompt tokens on P, sequences on D.
         requests: Requests of ours that it is working on.
         chosen: When it was last chosen, as a count of choices; ties go to the lowest.
-        streak: Failed requests since the last good one.
+        streak: Failed requests since the last good one, and since a probe took it in.
+        outs: How often requests took it out since the last good one.
         misses: Failed probes since it was last in.
         failures: Failed requests and probes since the proxy started.
         last_error: Why it failed last.
@@ -74,6 +75,7 @@ class Engine:
     requests: int = 0
     chosen: int = 0
     streak: int = 0
+    outs: int = 0
     misses: int = 0
     failures: int = 0
     last_error: str = ""
@@ -155,24 +157,31 @@ class Pool:
 
     def succeeded(self, engine: Engine) -> None:
         """It answered a request."""
-        engine.streak = 0
+        engine.streak = engine.outs = 0
 
     def failed(self, engine: Engine, error: str, now: float, *, down: bool) -> None:
         """It failed a request; ``down`` if that says that it is not there at all."""
         engine.failures += 1
-        engine.streak += 1
         engine.last_error = error
-        if engine.up and (down or engine.streak >= self._backoff.failures):
+        if not engine.up:
+            # What it was working on fails with it, and says nothing new.
+            return
+        engine.streak += 1
+        if down or engine.streak >= self._backoff.failures:
             engine.up = False
             engine.misses = 0
-            # It may answer probes while it fails requests: a streak must not let it in at once.
-            engine.next_probe = now + self._backoff.delay(engine.streak - 1)
+            engine.outs += 1
+            # It may answer probes while it fails requests: that must not let it in at once. A
+            # connection that breaks is probed at once the first time: it may be that one alone.
+            engine.next_probe = now + self._backoff.delay(engine.outs - down)
             self.changed(engine)
 
     def probed(self, engine: Engine, error: str | None, now: float) -> None:
         """A probe was answered well (None), or failed."""
         was_up = engine.up
         if error is None:
+            if not was_up:
+                engine.streak = 0
             engine.up = True
             engine.misses = 0
             engine.next_probe = now + self._backoff.interval

@@ -57,7 +57,6 @@ class Prefill:
         try:
             async with asyncio.TaskGroup() as group:
                 async for send in self._waiter.batches():
-                    self._entry.arrived = self._waiter.arrived
                     if send.whole:
                         dispatch = self._call.whole(self._entry.request_id, send.arrived)
                     else:
@@ -77,7 +76,9 @@ class Prefill:
 
     async def _dispatch(self, dispatch: Dispatch) -> None:
         services, options = self._services, self._services.options
-        self._entry.stage = "prefill"
+        # D may be answering earlier prompts of the list by now.
+        if self._entry.stage != "answering":
+            self._entry.stage = "prefill"
         deadline = services.now() + options.prefill_deadline
         tried: list[Engine] = []
         error = ProxyError(ErrorKind.PREFILL_UNAVAILABLE, "no Prefill engine is in")
@@ -96,6 +97,9 @@ class Prefill:
             except NoEngineError:
                 raise error from None
             if error_now is None:
+                # P's may be working on other prompts of the list still.
+                if self._entry.stage == "prefill" and not self._entry.prefill:
+                    self._entry.stage = "decode"
                 return
             error = error_now
             if len(tried) >= options.attempts or services.now() >= deadline:

@@ -27,7 +27,7 @@ class Responder:
     Args:
         send: ASGI's.
         request_id: Sent as ``X-Request-Id``.
-        first_byte: Called once, before the first byte is sent.
+        first_byte: Called before the first byte of a Decode engine's answer is sent.
     """
 
     def __init__(self, send: Send, request_id: str, first_byte: Callable[[], None]) -> None:
@@ -42,9 +42,12 @@ class Responder:
         """Whether the client has seen a status: nothing can be tried again then."""
         return self.status != 0
 
-    async def start(self, status: int, headers: tuple[tuple[bytes, bytes], ...]) -> None:
-        """Send status and headers; the body follows."""
-        self._first_byte()
+    async def start(
+        self, status: int, headers: tuple[tuple[bytes, bytes], ...], *, counted: bool = True
+    ) -> None:
+        """Send status and headers; the body follows. ``counted`` if it is a Decode engine's."""
+        if counted:
+            self._first_byte()
         self.status = status
         await self._send(
             {"type": "http.response.start", "status": status, "headers": [*headers, self._id]}
@@ -59,10 +62,10 @@ class Responder:
         self.finished = True
         await self._send({"type": "http.response.body", "body": data, "more_body": False})
 
-    async def answer(self, answer: Answer) -> None:
-        """Send a whole answer."""
+    async def answer(self, answer: Answer, *, counted: bool = True) -> None:
+        """Send a whole answer; ``counted`` if it is a Decode engine's."""
         length = (b"content-length", str(len(answer.body)).encode("ascii"))
-        await self.start(answer.status, (*answer.headers, length))
+        await self.start(answer.status, (*answer.headers, length), counted=counted)
         await self.finish(answer.body)
 
     async def fail(self, error: ProxyError) -> None:
@@ -72,4 +75,4 @@ class Responder:
         if self.started:
             await self.finish(error_event(error))
         else:
-            await self.answer(error.answer())
+            await self.answer(error.answer(), counted=False)

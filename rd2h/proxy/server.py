@@ -22,9 +22,12 @@ __all__ = ["ProxyServer", "listen", "run"]
 
 log = logging.getLogger("rd2h.proxy")
 
+# An address that this machine does not have, as a name may well have one of.
+_NOT_HERE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
+
 
 def listen(host: str, port: int) -> list[socket.socket]:
-    """Open listening sockets on every address of ``host``; all on one port.
+    """Open listening sockets on every address of ``host`` that this machine has; all on one port.
 
     ``::`` takes IPv4 too. Port 0 takes a free one.
 
@@ -32,20 +35,19 @@ def listen(host: str, port: int) -> list[socket.socket]:
         ConfigError: if the address is not this machine's, or the port is taken.
     """
     sockets: list[socket.socket] = []
+    missing: OSError | None = None
     try:
         found = socket.getaddrinfo(host, port, 0, socket.SOCK_STREAM, 0, socket.AI_PASSIVE)
         for family, _, _, _, address in dict.fromkeys(found):
-            # With protocol 0, asyncio leaves Nagle's algorithm on for accepted connections: every
-            # answer would wait 40 ms for the client's acknowledgement of its headers.
-            opened = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-            sockets.append(opened)
-            opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if family == socket.AF_INET6:
-                both = host == "::"
-                opened.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, not both)
-            chosen = sockets[0].getsockname()[1] if port == 0 and len(sockets) > 1 else port
-            opened.bind((address[0], chosen, *address[2:]))
-            opened.setblocking(False)
+            chosen = sockets[0].getsockname()[1] if sockets else port
+            try:
+                sockets.append(_open(family, (address[0], chosen, *address[2:]), both=host == "::"))
+            except OSError as error:
+                if error.errno not in _NOT_HERE:
+                    raise
+                missing = error
+        if missing is not None and not sockets:
+            raise missing
     except (OSError, UnicodeError) as error:
         for opened in sockets:
             opened.close()
@@ -56,6 +58,23 @@ def listen(host: str, port: int) -> list[socket.socket]:
             hint = ": give --port another one" if error.errno == errno.EADDRINUSE else ""
         raise ConfigError(f"cannot listen on {host} port {port}: {reason}{hint}") from None
     return sockets
+
+
+def _open(family: int, address: tuple[str | int, ...], *, both: bool) -> socket.socket:
+    """A socket that is bound; ``both`` if one of IPv6 takes IPv4 too."""
+    # With protocol 0, asyncio leaves Nagle's algorithm on for accepted connections: every
+    # answer would wait 40 ms for the client's acknowledgement of its headers.
+    opened = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    try:
+        opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            opened.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, not both)
+        opened.bind(address)
+        opened.setblocking(False)
+    except BaseException:
+        opened.close()
+        raise
+    return opened
 
 
 class ProxyServer(uvicorn.Server):
@@ -89,6 +108,8 @@ class ProxyServer(uvicorn.Server):
             uvicorn.Config(
                 build(self.services),
                 access_log=False,
+                # Not whatever happens to be installed: httptools lets more through.
+                http="h11",
                 lifespan="on",
                 log_config=None,
                 proxy_headers=False,

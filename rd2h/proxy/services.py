@@ -18,7 +18,7 @@ from rd2h.proxy.errors import ErrorKind, ProxyError
 from rd2h.proxy.ids import Minter
 from rd2h.proxy.metrics import Metrics
 from rd2h.proxy.pool import Backoff, Engine, Pool, Role
-from rd2h.proxy.rendezvous import Registry
+from rd2h.proxy.rendezvous import Registry, Waiter
 from rd2h.proxy.transport import Transport, explain
 
 __all__ = ["InFlight", "Services"]
@@ -38,7 +38,7 @@ class InFlight:
         decode: URL of its Decode engine.
         prefill: URLs of the Prefill engines that work on it.
         expected: How many rendezvous it needs.
-        arrived: How many have come.
+        waiter: Where they come in.
         task: The task that serves it.
     """
 
@@ -49,8 +49,13 @@ class InFlight:
     decode: str = ""
     prefill: list[str] = field(default_factory=list)
     expected: int = 0
-    arrived: int = 0
+    waiter: Waiter | None = None
     task: asyncio.Task[None] | None = field(default_factory=asyncio.current_task)
+
+    @property
+    def arrived(self) -> int:
+        """How many rendezvous have come."""
+        return 0 if self.waiter is None else self.waiter.arrived
 
 
 class Services:

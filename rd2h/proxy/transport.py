@@ -12,6 +12,7 @@ from functools import partial
 import httpx
 
 from rd2h.proxy.config import Options
+from rd2h.proxy.errors import ErrorKind, ProxyError
 
 __all__ = ["Headers", "Transport", "end_to_end", "explain", "for_engine"]
 
@@ -42,8 +43,11 @@ _SOCKET_OPTIONS: list[tuple[int, int, int]] = [
 
 
 def end_to_end(headers: Headers, dropped: frozenset[bytes] = frozenset()) -> Headers:
-    """The headers that are not about one connection, without those ``dropped``; names in lower."""
-    items = [(name.lower(), value) for name, value in headers]
+    """The headers that are not about one connection, without those ``dropped``; names in lower.
+
+    Blanks around a value are no part of it (RFC 9110, 5.5), and are not allowed to be sent.
+    """
+    items = [(name.lower(), value.strip(b" \t")) for name, value in headers]
     named = {
         token.strip().lower()
         for name, value in items
@@ -62,10 +66,13 @@ def for_engine(headers: Headers, request_id: str | None = None) -> list[tuple[by
         request_id: What the engine takes its ids from; a request with one has a JSON body.
     """
     passed = list(end_to_end(headers, _OURS))
-    # Bytes are passed on as they are, so only an encoding that the client takes will do.
-    accepted = [v for n, v in headers if n.lower() == b"accept-encoding"] or [b"identity"]
-    passed.append((b"accept-encoding", b", ".join(accepted)))
-    if request_id is not None:
+    if request_id is None:
+        # Bytes are passed on as they are, so only an encoding that the client takes will do.
+        accepted = [v.strip() for n, v in headers if n.lower() == b"accept-encoding"]
+        passed.append((b"accept-encoding", b", ".join(accepted or [b"identity"])))
+    else:
+        # The events of a compressed stream could not be told apart.
+        passed.append((b"accept-encoding", b"identity"))
         passed.append((b"content-type", b"application/json"))
         passed.append((b"x-request-id", request_id.encode("ascii")))
     return passed
@@ -112,6 +119,7 @@ class Transport:
 
         Raises:
             httpx.HTTPError: see `explain`.
+            ProxyError: ``invalid_request`` if a header of the client's cannot be sent.
         """
         target = httpx.URL(url + path)
         length = [] if body is None else [(b"content-length", str(len(body)).encode("ascii"))]
@@ -122,7 +130,14 @@ class Transport:
             content=body,
             extensions={"timeout": self._timeout},
         )
-        response = await self._connections[url].handle_async_request(request)
+        try:
+            response = await self._connections[url].handle_async_request(request)
+        except httpx.LocalProtocolError:
+            # Its text has the header's value in it, which may be a password: never shown.
+            raise ProxyError(
+                ErrorKind.INVALID_REQUEST,
+                "a header of the request has a character in it that HTTP does not allow",
+            ) from None
         response.request = request
         return response
 

@@ -3,6 +3,7 @@
 import json
 from typing import Any
 
+import msgspec
 import pytest
 
 from rd2h.proxy.body import Call, Dispatch, Endpoint, parse
@@ -132,3 +133,25 @@ def test_null_means_left_out() -> None:
     call = completion(prompt="a", n=None, stream=None, prompt_embeds=None, max_tokens=None)
     assert call.n == 1
     assert body_of(call.whole("x", [ad("cmpl-x-0")]))["max_tokens"] == 1
+
+
+@pytest.mark.parametrize("text", ["[1,2]", "[ \n\t 1, 2]", "[-1,2]", '[7, "x"]'])
+def test_a_list_that_begins_with_a_number_is_one_prompt(text: str) -> None:
+    body = b'{"model": "m", "prompt": %s}' % text.encode()
+    [prompt] = parse(Endpoint.COMPLETIONS, body, 10).prompts
+    assert (bytes(prompt.text).decode(), prompt.tokens) == (text, 2)
+
+
+def test_token_ids_are_not_taken_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = msgspec.json.decode
+    kinds: list[object] = []
+
+    def decode(text: bytes, *, type: Any = Any) -> Any:
+        kinds.append(type)
+        return whole(text, type=type)
+
+    monkeypatch.setattr("rd2h.proxy.body.msgspec.json.decode", decode)
+    assert completion(prompt=[1] * 1000).sequences == 1
+    assert list[msgspec.Raw] not in kinds
+    assert completion(prompt=[[1], [2]]).sequences == 2
+    assert list[msgspec.Raw] in kinds

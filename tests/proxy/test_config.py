@@ -1,6 +1,8 @@
 """Options and addresses: everything that is refused has a reason, in one line."""
 
+import socket
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -186,6 +188,31 @@ def test_an_address_that_cannot_be_derived(host: str, engine: str, words: list[s
         Metaserver(host, 80).for_engine(engine)
     for word in words:
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost"])
+def test_a_decode_engine_with_a_name_and_a_loopback_address(
+    host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = {
+        "here": ["10.0.0.7", "127.0.1.1"],
+        "six": ["fe80::1%eth0", "::1"],
+        "there": ["10.0.0.1"],
+    }
+
+    def look_up(name: str, *_: object, **__: object) -> list[Any]:
+        if name not in names:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return [(socket.AF_INET, 1, 6, "", (address, 0)) for address in names[name]]
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    metaserver = Metaserver(host, 80)
+    assert metaserver.for_engine("http://here:1") == metaserver.for_engine("http://six:1")
+    with pytest.raises(AddressError, match="this machine alone"):
+        metaserver.for_engine("http://there:1")
+    with pytest.raises(AddressError, match=r"nowhere .* not known\): give --advertise"):
+        metaserver.for_engine("http://nowhere:1")
+    assert "//me/" in Metaserver(host, 80, "http://me").for_engine("http://nowhere:1")
 
 
 def test_every_option_is_documented() -> None:

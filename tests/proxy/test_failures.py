@@ -1,6 +1,8 @@
 """One request's life, when something goes wrong: who is told, who is tried, what is left."""
 
 import asyncio
+import json
+from collections.abc import AsyncIterator
 
 import pytest
 
@@ -350,3 +352,46 @@ async def test_the_health_of_an_engine_that_hangs_up_is_probed_at_once() -> None
         assert w.d.probes > probes
         w.d.hang_up_at = None
         assert (await w.completion()).status_code == 200
+
+
+@story
+async def test_a_client_that_does_not_read_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rd2h.proxy.generation.FAIL_SECONDS", 0.5)
+
+    async def flood(_: int, __: object) -> AsyncIterator[str]:
+        while True:
+            yield "x" * 100_000
+            await asyncio.sleep(0)
+
+    async with world(request_timeout=1.0) as w:
+        monkeypatch.setattr(w.d, "_tokens", flood)
+        _, writer = await asyncio.open_connection("127.0.0.1", w.proxy.port, limit=1024)
+        body = json.dumps(STREAM).encode()
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n"
+        writer.write(head % len(body) + body)
+        await until(lambda: len(w.services.in_flight) == 1, "it is in flight")
+        await until(lambda: w.d.seen != [] and w.d.seen[0].aborted, "D's request is cancelled")
+        # The client is being told, and the request is in the list for as long as that takes.
+        assert len(w.services.in_flight) == 1
+        await until(lambda: not w.services.in_flight, "it is over", 10)
+        assert b'requests_total{endpoint="/v1/completions",status="200"} 1.0' in (
+            w.services.metrics.text()
+        )
+        await until(lambda: not w.proxy.server_state.tasks, "uvicorn is done with it", 10)
+        writer.transport.abort()
+
+
+@story
+async def test_one_failure_after_many_at_once_does_not_take_it_out() -> None:
+    async with world() as w:
+        w.d.permits = asyncio.Semaphore(0)
+        requests = [asyncio.create_task(w.completion(stream=True)) for _ in range(10)]
+        await until(lambda: len(w.p.seen) == 10 and all(s.finished for s in w.p.seen))
+        w.d.hang_up()
+        await asyncio.gather(*requests)
+        await until(lambda: w.services.decode.up == 1, "it is in again")
+        w.d.permits = None
+        w.d.status = 500
+        assert (await w.completion()).status_code == 500
+        assert w.services.decode.up == 1
+        await w.idle()

@@ -96,13 +96,34 @@ def test_failures_in_a_row_take_it_out_and_a_success_forgives() -> None:
     assert p.up == 1
     p.failed(a, "500", 0, down=False)
     assert p.up == 0
-    # It may well answer its probe: the longer it fails requests, the later.
-    assert a.next_probe == 2
-    p.probed(a, None, 2)
-    assert p.up == 1
-    p.failed(a, "500", 2, down=False)
+    # It may well answer its probe: the more often it is out, the longer.
+    assert a.next_probe == 1
+    p.probed(a, None, 1)
+    for _ in range(3):
+        assert p.up == 1
+        # A probe that is answered while it is in forgives nothing.
+        p.probed(a, None, 1)
+        p.failed(a, "500", 1, down=False)
     assert p.up == 0
-    assert a.next_probe == 6
+    assert a.next_probe == 3
+    p.probed(a, None, 3)
+    p.succeeded(a)
+    p.failed(a, "gone", 4, down=True)
+    assert a.next_probe == 4
+
+
+def test_what_fails_while_it_is_out_counts_for_nothing() -> None:
+    p = pool("a")
+    [a] = p.engines
+    for _ in range(30):
+        p.failed(a, "gone", 100, down=True)
+    assert (p.up, a.failures, a.next_probe) == (0, 30, 100)
+    p.probed(a, None, 100)
+    p.failed(a, "500", 101, down=False)
+    assert p.up == 1
+    # Broken again before one request has gone well: not probed at once any more.
+    p.failed(a, "gone", 101, down=True)
+    assert (p.up, a.next_probe) == (0, 102)
 
 
 def test_the_delay_between_probes_doubles_up_to_a_limit() -> None:

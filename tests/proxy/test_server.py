@@ -44,7 +44,9 @@ async def test_shutdown(how: str, stream: bool) -> None:
 
 
 def test_a_third_signal_stops_at_once() -> None:
-    server = ProxyServer(load(None, {"prefill": ["http://p"], "decode": ["http://d"], "port": 0}))
+    server = ProxyServer(
+        load(None, {"prefill": ["http://p"], "decode": ["http://127.0.0.1:9"], "port": 0})
+    )
     for _ in range(2):
         server.handle_exit(signal.SIGTERM, None)
         assert not server.should_exit
@@ -64,9 +66,11 @@ def test_run(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) 
 
     monkeypatch.setattr(ProxyServer, "run", stand_in)
     caplog.set_level(logging.INFO)
-    run(load(None, {"prefill": ["http://p"], "decode": ["http://d"], "port": 0}))
+    run(load(None, {"prefill": ["http://p"], "decode": ["http://127.0.0.1:9"], "port": 0}))
     assert len(ran) == 1
-    assert "decode engine http://d is told the metaserver http://127.0.0.1:" in caplog.text
+    assert (
+        "decode engine http://127.0.0.1:9 is told the metaserver http://127.0.0.1:" in caplog.text
+    )
     # Their debug lines would show what passes through.
     assert logging.getLogger("httpcore").getEffectiveLevel() == logging.WARNING
 
@@ -76,3 +80,27 @@ def test_what_cannot_be_listened_on() -> None:
         listen("a..b", 0)
     with pytest.raises(ConfigError, match="this machine alone"):
         ProxyServer(load(None, {"prefill": ["http://p"], "decode": ["http://10.0.0.1"], "port": 0}))
+
+
+def test_addresses_that_this_machine_does_not_have_are_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def entry(family: int, host: str) -> tuple[object, ...]:
+        return (family, socket.SOCK_STREAM, 6, "", (host, 0))
+
+    elsewhere = entry(socket.AF_INET, "192.0.2.1")
+    found = [elsewhere, entry(250, "127.0.0.1"), entry(socket.AF_INET, "127.0.0.1")]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_: found)
+    [opened] = listen("name", 0)
+    host, port = opened.getsockname()
+    assert (host, port > 0) == ("127.0.0.1", True)
+    # Any other reason counts, though another address could be had.
+    opened.listen()
+    taken = (*entry(socket.AF_INET, "")[:4], ("127.0.0.1", port))
+    found[:] = [elsewhere, taken]
+    with pytest.raises(ConfigError, match="in use: give --port"):
+        listen("name", port)
+    opened.close()
+    found[:] = [elsewhere]
+    with pytest.raises(ConfigError, match="cannot listen on name port 0: Cannot assign"):
+        listen("name", 0)

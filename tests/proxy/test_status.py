@@ -236,3 +236,39 @@ def test_chromium_is_here() -> None:
     assert chromium, "Chromium is not installed: apt-get install chromium chromium-driver"
     version = subprocess.run([chromium, "--version"], capture_output=True, text=True, check=True)
     assert "Chromium" in version.stdout
+
+
+@pytest.mark.slow
+@story
+async def test_stages() -> None:
+    async with world(batch_wait=600.0) as w:
+        [w.d.permits, w.d.capacity] = [asyncio.Semaphore(0), 1]
+        several = asyncio.create_task(w.completion(prompt=["a", "b"]))
+        await until(lambda: w.d.posted != [], "one of two is posted")
+        # It waits for the other one, and is seen.
+        [request] = (await w.client.get("/status?format=json")).json()["requests"]
+        assert (request["rendezvous"], request["rendezvous_expected"]) == (1, 2)
+        several.cancel()
+        await asyncio.gather(several, return_exceptions=True)
+        await w.idle()
+        one = asyncio.create_task(w.completion())
+        await until(lambda: w.p.seen != [] and w.p.seen[-1].finished, "P is done")
+        await until(lambda: [e.stage for e in w.services.in_flight] == ["decode"], "D decodes")
+        for _ in range(3):
+            w.d.permits.release()
+        assert (await one).status_code == 200
+        await w.idle()
+    # A part that is sent while D answers earlier ones does not hide that it answers.
+    async with world(batch_wait=0.01) as w:
+        [w.d.permits, w.d.capacity] = [asyncio.Semaphore(1), 1]
+        several = asyncio.create_task(w.completion(prompt=["a", "b"], stream=True))
+        await until(lambda: [e.stage for e in w.services.in_flight] == ["answering"], "D answers")
+        for _ in range(2):
+            w.d.permits.release()
+        await until(lambda: len(w.p.seen) == 2 and w.p.seen[1].finished, "the other part is sent")
+        await until(lambda: w.services.prefill.engines[0].requests == 0, "P is done")
+        assert [e.stage for e in w.services.in_flight] == ["answering"]
+        for _ in range(3):
+            w.d.permits.release()
+        assert (await several).status_code == 200
+        await w.idle()
