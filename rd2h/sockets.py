@@ -8,13 +8,27 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Generic, TypeVar
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-__all__ = ["LimitedLog", "MonitorEvent", "Wakeup", "drain_monitor", "new_socket", "payload_of"]
+__all__ = [
+    "Ask",
+    "Inbox",
+    "LimitedLog",
+    "MonitorEvent",
+    "Wakeup",
+    "drain_monitor",
+    "new_socket",
+    "payload_of",
+]
+
+T = TypeVar("T")
 
 HEARTBEAT_INTERVAL = 2.0
 """Seconds between ZMQ heartbeats; a peer that is silent for ``HEARTBEAT_TIMEOUT`` is gone."""
@@ -55,6 +69,35 @@ class Wakeup:
     def close(self) -> None:
         """Free the descriptor; only after the polling thread has ended."""
         os.close(self._fd)
+
+
+@dataclass(frozen=True)
+class Ask:
+    """Somebody wants to know how much a machine keeps; the answer goes into the queue."""
+
+    answer: SimpleQueue[dict[str, int]]
+
+
+class Inbox(Generic[T]):
+    """What other threads want of a socket thread, in order.
+
+    Any thread may `put`; the socket thread watches `wakeup` and takes.
+    """
+
+    def __init__(self) -> None:
+        self._items: deque[T] = deque()
+        self.wakeup = Wakeup()
+
+    def put(self, *items: T) -> None:
+        """Hand work over and wake the thread."""
+        self._items.extend(items)
+        self.wakeup.set()
+
+    def take(self) -> Iterator[T]:
+        """Yield what there is."""
+        self.wakeup.clear()
+        while self._items:
+            yield self._items.popleft()
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,8 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
-from queue import SimpleQueue
 from typing import TypeAlias
 
 import zmq
@@ -34,12 +33,12 @@ from rd2h.decode.machine import Action, Finish, ForgetSession, Read, ReceiverMac
 from rd2h.decode.pool import ReadPool, ReadResult
 from rd2h.decode.requests import Finished
 from rd2h.reads import RequestDestination
-from rd2h.sockets import MESSAGES_AT_A_TIME, LimitedLog, Wakeup, drain_monitor, payload_of
+from rd2h.sockets import MESSAGES_AT_A_TIME, Ask, Inbox, LimitedLog, drain_monitor, payload_of
 from rd2h.wire import MfMeta, MfMetaAck, ReadDone, ReadFailed, ReadReadyBatch
 from rd2h.wire import decode as decode_message
 from rd2h.wire import encode as encode_message
 
-__all__ = ["Abort", "Ask", "Callbacks", "Inbox", "ReceiverLoop", "Register"]
+__all__ = ["Abort", "Callbacks", "Item", "ReceiverLoop", "Register"]
 
 logger = logging.getLogger(__name__)
 
@@ -68,33 +67,7 @@ class Abort:
     ext_id: str
 
 
-@dataclass(frozen=True)
-class Ask:
-    """Somebody wants to know how much the machine keeps; the answer goes into the queue."""
-
-    answer: SimpleQueue[dict[str, int]]
-
-
 Item: TypeAlias = Register | Abort | Ask
-
-
-class Inbox:
-    """What other threads want of the socket thread; any thread may `put`."""
-
-    def __init__(self) -> None:
-        self._items: deque[Item] = deque()
-        self.wakeup = Wakeup()
-
-    def put(self, item: Item) -> None:
-        """Hand work over and wake the thread."""
-        self._items.append(item)
-        self.wakeup.set()
-
-    def take(self) -> Iterable[Item]:
-        """Yield what there is."""
-        self.wakeup.clear()
-        while self._items:
-            yield self._items.popleft()
 
 
 @dataclass(frozen=True)
@@ -128,7 +101,7 @@ class ReceiverLoop:
         self,
         socket: zmq.Socket[bytes],
         machine: ReceiverMachine,
-        inbox: Inbox,
+        inbox: Inbox[Item],
         pool: ReadPool,
         callbacks: Callbacks,
     ) -> None:

@@ -22,14 +22,14 @@ from queue import Empty, SimpleQueue
 import zmq
 
 from rd2h.decode.errors import PortTakenError, ReceiverBrokenError, ReceiverClosedError
-from rd2h.decode.loop import Abort, Ask, Callbacks, Inbox, ReceiverLoop, Register
+from rd2h.decode.loop import Abort, Callbacks, Item, ReceiverLoop, Register
 from rd2h.decode.machine import ReceiverMachine
 from rd2h.decode.options import ReceiverOptions
 from rd2h.decode.pool import Reader, ReadPool, ReadResult
 from rd2h.decode.requests import Finished, registered_already
 from rd2h.layout import LayerLayout
 from rd2h.reads import PullScope, RequestDestination
-from rd2h.sockets import new_socket
+from rd2h.sockets import Ask, Inbox, new_socket
 
 __all__ = ["Receiver", "ReceiverStats"]
 
@@ -97,7 +97,7 @@ class Receiver:
             raise PortTakenError(f"cannot listen on {address}: {error}") from error
         self.endpoint: str = socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self.stats = ReceiverStats()
-        self._inbox = Inbox()
+        self._inbox: Inbox[Item] = Inbox()
         self._outbox = threading.Condition()
         self._finished: list[Finished] = []
         self._registered: dict[str, RequestDestination] = {}

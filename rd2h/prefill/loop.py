@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
-from queue import SimpleQueue
 from typing import TypeAlias
 
 import zmq
@@ -20,8 +18,9 @@ from rd2h.prefill.actions import Action, Announcement, Close, Connect, Failed, R
 from rd2h.prefill.machine import SenderMachine
 from rd2h.sockets import (
     MESSAGES_AT_A_TIME,
+    Ask,
+    Inbox,
     LimitedLog,
-    Wakeup,
     drain_monitor,
     new_socket,
     payload_of,
@@ -30,7 +29,7 @@ from rd2h.wire import MfMeta, MfMetaAck, ReadDone, ReadFailed, ReadReadyBatch
 from rd2h.wire import decode as decode_message
 from rd2h.wire import encode as encode_message
 
-__all__ = ["Ask", "Forget", "Inbox", "Item", "SenderLoop"]
+__all__ = ["Forget", "Item", "SenderLoop"]
 
 logger = logging.getLogger(__name__)
 
@@ -49,33 +48,7 @@ class Forget:
     ext_id: str
 
 
-@dataclass(frozen=True)
-class Ask:
-    """Somebody wants to know how much the machine keeps; the answer goes into the queue."""
-
-    answer: SimpleQueue[dict[str, int]]
-
-
 Item: TypeAlias = Announcement | Forget | Ask
-
-
-class Inbox:
-    """What other threads want of the socket thread; any thread may `put`."""
-
-    def __init__(self) -> None:
-        self._items: deque[Item] = deque()
-        self.wakeup = Wakeup()
-
-    def put(self, items: Iterable[Item]) -> None:
-        """Hand work over, in order, and wake the thread."""
-        self._items.extend(items)
-        self.wakeup.set()
-
-    def take(self) -> Iterable[Item]:
-        """Yield what there is."""
-        self.wakeup.clear()
-        while self._items:
-            yield self._items.popleft()
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,7 +73,7 @@ class SenderLoop:
     def __init__(
         self,
         machine: SenderMachine,
-        inbox: Inbox,
+        inbox: Inbox[Item],
         stopping: Callable[[], bool],
         release: Callable[[Release], None],
         failed: Callable[[Failed], None],

@@ -27,9 +27,10 @@ from rd2h.layout import LayerLayout, StorageSlots
 from rd2h.prefill.actions import Announcement, Failed, Release
 from rd2h.prefill.errors import LayerSendError, SenderBrokenError, SenderClosedError
 from rd2h.prefill.gates import Gates, Hold
-from rd2h.prefill.loop import Ask, Forget, Inbox, Item, SenderLoop
+from rd2h.prefill.loop import Forget, Item, SenderLoop
 from rd2h.prefill.machine import SenderMachine
 from rd2h.prefill.options import SenderOptions
+from rd2h.sockets import Ask, Inbox
 from rd2h.wire import MfMeta, ReadReadyBatch
 from rd2h.wire import encode as encode_message
 
@@ -109,7 +110,7 @@ class Sender:
         self._options = options or SenderOptions()
         self._slots = StorageSlots.from_layouts(layers.values())
         self._gates = Gates()
-        self._inbox = Inbox()
+        self._inbox: Inbox[Item] = Inbox()
         self._events: SimpleQueue[_Pending | None] = SimpleQueue()
         self._undone = _Counter()  # items that the event thread has not handed on
         self._failures: deque[LayerSendError] = deque()
@@ -198,7 +199,7 @@ class Sender:
         """
         self._check_alive()
         answer: SimpleQueue[dict[str, int]] = SimpleQueue()
-        self._inbox.put([Ask(answer)])
+        self._inbox.put(Ask(answer))
         try:
             return answer.get(timeout=timeout)
         except Empty:
@@ -240,7 +241,7 @@ class Sender:
     def _hand_on(self, items: Sequence[Item], event: DeviceEvent | None) -> None:
         """To the socket thread, once the event has come and in the order of the calls."""
         if event is None and self._undone.value == 0:
-            self._inbox.put(items)
+            self._inbox.put(*items)
         else:
             self._undone.add(1)
             self._events.put(_Pending(event or _NOW, items))
@@ -271,7 +272,7 @@ class Sender:
         """Body of the event thread."""
         while (pending := self._events.get()) is not None and not self._closing.is_set():
             pending.event.synchronize()
-            self._inbox.put(pending.items)
+            self._inbox.put(*pending.items)
             self._undone.add(-1)
 
     def _guard(self, *steps: Callable[[], None]) -> None:
