@@ -42,7 +42,7 @@ test: lint browser ## every check and every test, with coverage
 	$(BIN)/pytest --cov
 
 .PHONY: test-fast
-test-fast: $(STAMP) ## the tests that take milliseconds
+test-fast: $(STAMP) ## the tests that spawn nothing; under a minute
 	$(BIN)/pytest -m 'not slow'
 
 .PHONY: demo

@@ -7,6 +7,7 @@ idle size.
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
@@ -114,5 +115,5 @@ class Together(RuleBasedStateMachine):
         self.world.check_idle()
 
 
-TestTogether = Together.TestCase
+TestTogether = pytest.mark.slow(Together.TestCase)
 TestTogether.settings = settings(max_examples=200, stateful_step_count=60, deadline=None)

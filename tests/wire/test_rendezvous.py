@@ -1,6 +1,7 @@
 """The rendezvous: strict about types, tolerant of unknown keys, round-trip to vLLM's dicts."""
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +167,7 @@ def test_a_bug_on_this_side_fails_here(changed: dict[str, Any], path: str) -> No
 SCHEMA = json.loads((ROOT / "docs" / "rendezvous.schema.json").read_text())
 
 
+@cache
 def validator(params: Params) -> jsonschema.Draft202012Validator:
     jsonschema.Draft202012Validator.check_schema(SCHEMA)
     return jsonschema.Draft202012Validator(SCHEMA | {"$ref": f"#/$defs/{params.__name__}"})
