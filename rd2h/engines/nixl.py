@@ -36,6 +36,8 @@ class NixlEngine:
       must stay mapped, as `TransferEngine.register` says; `HostEngine` would notice.
     - Over plain TCP, P's process takes part in reads, and UCX may abort it when D dies, or
       gives a read up, in the middle of one. Shared memory does not have this; RDMA is untried.
+    - It cannot cancel a transfer. A read that fails retires the agent that carried it, and raises
+      only when the other reads of that agent are over, at most when their deadlines pass.
 
     Args:
         timeout: Seconds that one read may take.
