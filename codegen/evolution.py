@@ -74,16 +74,7 @@ def check_evolution(current: Schema, frozen: Mapping[int, Schema]) -> list[Break
 
 def _check_alone(schema: Schema) -> Iterator[Breakage]:
     """Rules that a schema can break without a released version beside it."""
-    tags: dict[str, str] = {}
-    for message in schema.messages:
-        for tag in filter(None, (message.tag, message.raw)):
-            first = tags.setdefault(tag, message.name)
-            if first != message.name:
-                yield Breakage(
-                    Rule.TAG_REUSED,
-                    f"{schema.name}:{message.name}",
-                    f"tag {tag!r} is {first}'s already",
-                )
+    yield from _check_tags(schema, {}, "is {owner}'s already")
     for record in schema.records:
         for field in record.fields:
             if field.since > 1 and not field.has_default:
@@ -99,6 +90,20 @@ def _check_alone(schema: Schema) -> Iterator[Breakage]:
                     f"{schema.name}:{record.name}.{after.name}",
                     f"since {after.since} follows {before.name} with since {before.since}",
                 )
+
+
+def _check_tags(schema: Schema, owners: dict[str, str], complaint: str) -> Iterator[Breakage]:
+    """Find messages whose tag is another's: of ``owners``, or of an earlier message."""
+    for message in schema.messages:
+        if message.wire_tag is None:
+            continue
+        owner = owners.setdefault(message.wire_tag, message.name)
+        if owner != message.name:
+            yield Breakage(
+                Rule.TAG_REUSED,
+                f"{schema.name}:{message.name}",
+                f"tag {message.wire_tag!r} {complaint.format(owner=owner)}",
+            )
 
 
 def _check_releases(current: Schema, frozen: Mapping[int, Schema]) -> Iterator[Breakage]:
@@ -122,16 +127,8 @@ def _check_releases(current: Schema, frozen: Mapping[int, Schema]) -> Iterator[B
 
 def _check_against(current: Schema, version: int, released: Schema) -> Iterator[Breakage]:
     now = {record.name: record for record in current.records}
-    tag_owner = {tag: m.name for m in released.messages for tag in (m.tag, m.raw) if tag}
-    for message in current.messages:
-        for tag in filter(None, (message.tag, message.raw)):
-            owner = tag_owner.get(tag, message.name)
-            if owner != message.name:
-                yield Breakage(
-                    Rule.TAG_REUSED,
-                    f"{current.name}:{message.name}",
-                    f"tag {tag!r} was released as {owner}'s",
-                )
+    owners = {m.wire_tag: m.name for m in released.messages if m.wire_tag is not None}
+    yield from _check_tags(current, owners, "was released as {owner}'s")
     for record in released.records:
         place = f"{current.name}:{record.name}"
         successor = now.get(record.name)

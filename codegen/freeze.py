@@ -47,12 +47,12 @@ def _bare(part: object) -> object:
         case msgspec.Struct():
             names = zip(part.__struct_fields__, part.__struct_encode_fields__, strict=True)
             values = {key: _bare(getattr(part, name)) for name, key in names}
-            off = (None, msgspec.UNSET, False)
             return {
                 key: value
                 for key, value in values.items()
+                if value is not None
+                and value is not msgspec.UNSET
                 # A default or constant of false is a value; a flag that is false is not set.
-                if not any(value is unset for unset in off[:2])
                 and (value is not False or key in ("default", "const"))
             }
         case list() | tuple():

@@ -248,7 +248,7 @@ def _write_table(schema: Schema) -> Iterator[str]:
         name = snake_case(message.name)
         yield "    MessageSpec("
         yield f"        message={message.name},"
-        yield f'        tag=b"{message.raw or message.tag}",'
+        yield f'        tag=b"{message.wire_tag}",'
         yield f"        raw={message.form == 'raw'},"
         yield f"        since={message.since},"
         yield f"        pack=_pack_{name},"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -185,6 +185,11 @@ class Message(_Part, frozen=True, kw_only=True):
     fields: list[Field] = msgspec.field(name="field", default_factory=list)
 
     @property
+    def wire_tag(self) -> str | None:
+        """What tells the message on the wire: its tag, or its bytes; None in the rendezvous."""
+        return self.raw if self.tag is None else self.tag
+
+    @property
     def form(self) -> Literal["array", "raw", "object"]:
         """How the message is laid out: tagged array, bytes as they are, or JSON object."""
         if self.raw is not None:
@@ -193,6 +198,7 @@ class Message(_Part, frozen=True, kw_only=True):
 
 
 Record: TypeAlias = Struct | Message
+R = TypeVar("R", Struct, Message)
 
 
 class Schema(_Part, frozen=True, kw_only=True):
@@ -224,20 +230,21 @@ class Schema(_Part, frozen=True, kw_only=True):
     def at_version(self, version: int) -> Schema:
         """The schema as a peer of ``version`` knows it: what came later is left out."""
 
-        def trim(record: Struct) -> Struct:
-            fields = [field for field in record.fields if field.since <= version]
-            return msgspec.structs.replace(record, fields=fields)
-
-        def trim_message(record: Message) -> Message:
-            fields = [field for field in record.fields if field.since <= version]
-            return msgspec.structs.replace(record, fields=fields)
+        def trim(records: list[R]) -> list[R]:
+            return [
+                msgspec.structs.replace(
+                    record, fields=[field for field in record.fields if field.since <= version]
+                )
+                for record in records
+                if record.since <= version
+            ]
 
         return msgspec.structs.replace(
             self,
             version=version,
             released=[released for released in self.released if released <= version],
-            structs=[trim(record) for record in self.structs if record.since <= version],
-            messages=[trim_message(m) for m in self.messages if m.since <= version],
+            structs=trim(self.structs),
+            messages=trim(self.messages),
         )
 
 
