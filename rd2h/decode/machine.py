@@ -37,9 +37,9 @@ import msgspec
 
 from rd2h.decode.batches import Batch, Peer, Stage
 from rd2h.decode.requests import Finished, RequestBook
-from rd2h.decode.texts import listed, reason_of, short
 from rd2h.layout import LayerLayout, LayoutError
 from rd2h.reads import RequestDestination
+from rd2h.texts import listed, reason_of, short
 from rd2h.wire import (
     DecodeMessage,
     MfMeta,

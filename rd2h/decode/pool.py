@@ -24,9 +24,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rd2h.decode.machine import ForgetSession, Read
-from rd2h.decode.texts import cut, short, text_of
 from rd2h.reads import PullScope, plan_reads
 from rd2h.sockets import LimitedLog
+from rd2h.texts import cut, short, text_of
 
 __all__ = ["PullStats", "ReadPool", "ReadResult", "Reader"]
 

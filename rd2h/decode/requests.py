@@ -16,8 +16,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 
-from rd2h.decode.texts import short
 from rd2h.reads import RequestDestination
+from rd2h.texts import short
 
 __all__ = ["Finished", "Outcome", "RequestBook", "registered_already"]
 

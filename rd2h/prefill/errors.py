@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-__all__ = ["LayerSendError", "SenderBrokenError", "SenderClosedError", "listed"]
+from rd2h.texts import listed
+
+__all__ = ["LayerSendError", "SenderBrokenError", "SenderClosedError"]
 
 
 class LayerSendError(RuntimeError):
@@ -39,12 +41,6 @@ class LayerSendError(RuntimeError):
             f"layer {listed(self.layer_names)} could not be handed over to {self.endpoint}: "
             f"{self.reason} (requests {listed(self.ext_ids)})"
         )
-
-
-def listed(names: tuple[str, ...]) -> str:
-    """A few names, and how many more there are."""
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return (", ".join(names[:3]) or "none") + more
 
 
 class SenderBrokenError(RuntimeError):
