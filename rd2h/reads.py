@@ -55,24 +55,50 @@ class RequestDestination:
         main_block_ids: read-only, shape ``[blocks of the prompt]``.
         indexer_block_ids: read-only, shape ``[blocks of the prompt]``; empty for a model
             without an indexer. The count may differ from main (each group has a block size).
+        cached_main_blocks: how many blocks at the start of the prompt hold its KV already. They
+            may be shared with requests that are running, so they are never written, whatever
+            the peer announces.
+        cached_indexer_blocks: likewise for the indexer.
 
     Args:
         ext_id: the request's external id.
         main_block_ids: main KV block ids.
         indexer_block_ids: indexer block ids.
+        cached_main_blocks: blocks.
+        cached_indexer_blocks: blocks.
 
     Raises:
-        ReadPlanError: a block id is negative or above 2**63 - 1, or is no integer.
+        ReadPlanError: a block id is negative or above 2**63 - 1, or is no integer; or a count
+            of cached blocks is negative.
     """
 
-    __slots__ = ("ext_id", "indexer_block_ids", "main_block_ids")
+    __slots__ = (
+        "cached_indexer_blocks",
+        "cached_main_blocks",
+        "ext_id",
+        "indexer_block_ids",
+        "main_block_ids",
+    )
 
     def __init__(
-        self, ext_id: str, main_block_ids: Sequence[int], indexer_block_ids: Sequence[int]
+        self,
+        ext_id: str,
+        main_block_ids: Sequence[int],
+        indexer_block_ids: Sequence[int],
+        *,
+        cached_main_blocks: int = 0,
+        cached_indexer_blocks: int = 0,
     ) -> None:
         self.ext_id: Final = ext_id
         self.main_block_ids: Final = _destination_ids(ext_id, "main", main_block_ids)
         self.indexer_block_ids: Final = _destination_ids(ext_id, "indexer", indexer_block_ids)
+        if cached_main_blocks < 0 or cached_indexer_blocks < 0:
+            raise ReadPlanError(
+                f"request {ext_id}: {cached_main_blocks} main and {cached_indexer_blocks} "
+                f"indexer blocks are said to be cached"
+            )
+        self.cached_main_blocks: Final = cached_main_blocks
+        self.cached_indexer_blocks: Final = cached_indexer_blocks
 
     def __repr__(self) -> str:
         return (
@@ -149,7 +175,8 @@ def plan_reads(
     checked against the whole destination, also where another rank or member pulls the blocks,
     so that they judge it alike; block ids are checked where they are used. Main ids of other
     members, and indexer ids of a layer without an indexer, are ignored (old peers repeat the
-    main ids there).
+    main ids there). Blocks of the cached prefix are passed over: a peer that knows nothing of
+    the prefix announces them too.
 
     One request may have several entries in a batch, as long as no block is announced twice:
     what must hold is that no destination block is written twice, whichever requests do it.
@@ -204,6 +231,7 @@ def plan_reads(
                     request.main_block_ids,
                     request.main_start_block,
                     destination.main_block_ids,
+                    destination.cached_main_blocks,
                 )
             )
         if local.indexer is not None and request.indexer_block_ids:
@@ -213,6 +241,7 @@ def plan_reads(
                     request.indexer_block_ids,
                     request.indexer_start_block,
                     destination.indexer_block_ids,
+                    destination.cached_indexer_blocks,
                 )
             )
 
@@ -242,6 +271,7 @@ class _Entry(NamedTuple):
     source_ids: list[int]
     start: int
     destination_ids: _BlockIds
+    cached: int
 
 
 class _Runs(NamedTuple):
@@ -272,7 +302,7 @@ def _merged(
     """
     ids = array("Q")
     parts: list[_BlockIds] = []
-    for ext_id, blocks, start, destination_ids in entries:
+    for ext_id, blocks, start, destination_ids, cached in entries:
         count, known = len(blocks), destination_ids.size
         if start + count > known:
             raise ReadPlanError(
@@ -284,6 +314,9 @@ def _merged(
         if size > 1:
             owned = owned_range(start, count, rank, size)
             first, end = owned.start, owned.stop
+        # The split is of what was announced: which rank pulls a block hangs on nothing local.
+        first = min(max(first, cached - start), end)
+        if (first, end) != (0, count):
             blocks = blocks[first:end]
         try:
             # Three times as fast as np.fromiter, and it refuses what is no uint64.
