@@ -1,0 +1,10 @@
+"""Where Decode's data lands, and what Prefill exposes: an engine's own cache tensors.
+
+The place where torch's tensors become the layouts that the rest of rd2h works with.
+"""
+
+from rd2h.destinations.destination import Destination, regions_of
+from rd2h.destinations.paged import paged_destination
+from rd2h.destinations.tensors import CacheTensors, cache_layouts
+
+__all__ = ["CacheTensors", "Destination", "cache_layouts", "paged_destination", "regions_of"]
