@@ -22,7 +22,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
-    KVConnectorTransferResults,
     SupportsHMA,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
@@ -32,11 +31,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     PromMetricT,
 )
 from vllm.platforms import current_platform
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput
 
+from rd2h.connector.compat import TransferResults, hit_source, required_layout
 from rd2h.connector.decode_scheduler import DecodeScheduler
 from rd2h.connector.decode_worker import DecodeWorker, Ended
+from rd2h.connector.logs import share_vllm_logging
 from rd2h.connector.metadata import DecodeStep, PrefillStep
 from rd2h.connector.prefill_scheduler import PrefillScheduler
 from rd2h.connector.prefill_worker import PrefillWorker
@@ -79,12 +79,14 @@ class SfaRemoteD2HConnector(KVConnectorBase_V1, SupportsHMA):
     engine_factory: ClassVar[Callable[..., TransferEngine]] = staticmethod(create_engine)
     """Makes the transfer engine, with the arguments of :func:`rd2h.engines.create_engine`."""
 
-    _cache_hit_source = CacheHitSource.P2P
+    if (_source := hit_source()) is not None:
+        _cache_hit_source = _source
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        share_vllm_logging()
         self._setup = EngineSetup.from_config(vllm_config, kv_cache_config)
         self._prefill_scheduler: PrefillScheduler | None = None
         self._decode_scheduler: DecodeScheduler | None = None
@@ -232,11 +234,11 @@ class SfaRemoteD2HConnector(KVConnectorBase_V1, SupportsHMA):
         if self._prefill_worker is not None:
             self._prefill_worker.end()
 
-    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+    def get_transfer_results(self, finished_req_ids: set[str]) -> TransferResults:
         """D: requests whose prompt has arrived, or will not; failures are told by request."""
         del finished_req_ids
         ended = self._take_ended()
-        return KVConnectorTransferResults(finished_recving=ended.all, failed_recving=ended.failed)
+        return TransferResults(finished_recving=ended.all, failed_recving=ended.failed)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """D: as `get_transfer_results`, for a vLLM that does not have it.
@@ -303,12 +305,9 @@ class SfaRemoteD2HConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """A layer's blocks must lie back to back, so that one address and a block id find one.
-
-        NPUs have a layout of their own.
-        """
+        """A layer's blocks must lie back to back: one address and a block id find any of them."""
         del vllm_config
-        return None if current_platform.device_type == "npu" else "LBHNC"
+        return required_layout()
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
@@ -339,7 +338,7 @@ class SfaRemoteD2HConnector(KVConnectorBase_V1, SupportsHMA):
             return Ended()
         ended = self._decode_worker.ended()
         self._failed += len(ended.failed)
-        self._received += len(ended.all) - len(ended.failed)
+        self._received += len(ended.all) - len(ended.failed) - ended.aborted
         return ended
 
 

@@ -34,11 +34,13 @@ class Ended:
         all: All of them, good or bad.
         failed: Those whose blocks do not hold their prompt.
         failed_blocks: Main block ids of these that were awaited from Prefill.
+        aborted: How many of all were not wanted any more.
     """
 
     all: set[str] = field(default_factory=set)
     failed: set[str] = field(default_factory=set)
     failed_blocks: set[int] = field(default_factory=set)
+    aborted: int = 0
 
 
 class DecodeWorker:
@@ -117,6 +119,7 @@ class DecodeWorker:
         for finished in self._receiver.take_finished():
             load = self._loading.pop(finished.ext_id)
             ended.all.add(load.request_id)
+            ended.aborted += finished.outcome is Outcome.ABORTED
             if finished.outcome is Outcome.FAILED:
                 ended.failed.add(load.request_id)
                 # Of the cached prefix nothing was written, and others may be using it.

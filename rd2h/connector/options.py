@@ -43,8 +43,9 @@ class ConnectorOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         park_timeout: D: how long a batch waits for its requests to get blocks.
         idle_timeout: D: how long a request goes without a batch before it fails.
         remember: D: how long the id of a request that has ended is remembered.
-        rendezvous_timeout: D: longest wait for the metaserver's answer to one post; it is posted
-            again, with growing pauses of at most 5 s, until the request ends.
+        rendezvous_timeout: D: longest wait for a connection to the metaserver. A rendezvous that
+            is not delivered is posted again, with growing pauses of at most 5 s, until the request
+            ends.
         shutdown_timeout: How long reads in flight may take when the engine stops.
     """
 

@@ -3,6 +3,7 @@
 It is the package's entry point in ``vllm.general_plugins``.
 """
 
+from contextlib import suppress
 from importlib.util import find_spec
 
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -20,7 +21,5 @@ def register() -> None:
     if find_spec("vllm_ascend") is None:
         names.append(_SHARED_NAME)
     for name in names:
-        try:
+        with suppress(ValueError):  # taken: by an earlier call, or by its owner
             KVConnectorFactory.register_connector(name, _MODULE, name)
-        except ValueError:
-            pass  # taken: by an earlier call, or by its owner

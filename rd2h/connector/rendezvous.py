@@ -39,10 +39,10 @@ def check_url(url: str) -> None:
     """
     try:
         parsed = httpx.URL(url)
-        port = urlsplit(url).port  # httpx takes any number
+        host, port = parsed.host, urlsplit(url).port  # httpx takes any number
     except (httpx.InvalidURL, ValueError) as error:
         raise ValueError(f"metaserver {url!r} is no URL: {text_of(error)}") from error
-    if parsed.scheme not in ("http", "https") or not parsed.host or port == 0:
+    if parsed.scheme not in ("http", "https") or not host or port == 0:
         raise ValueError(f"metaserver {url!r} is no http URL")
 
 
@@ -50,7 +50,7 @@ class Metaservers:
     """Posts rendezvous until they are delivered or not wanted any more.
 
     Args:
-        timeout: Seconds for one post.
+        timeout: Seconds in which a connection must be made and a rendezvous written.
         jitter: Gives a factor for each pause, so that many requests do not come back at once.
     """
 
@@ -103,9 +103,13 @@ class Metaservers:
         asyncio.set_event_loop(self._loop)
         try:
             # As many posts at a time as there are requests; environment proxies are for the
-            # world outside, not for the engine's own metaserver.
+            # world outside, not for the engine's own metaserver. An answer may take as long as
+            # the request: there are metaservers that answer when Prefill has, and a second post
+            # would have it compute the prompt twice.
             self._client = httpx.AsyncClient(
-                timeout=self._timeout, limits=httpx.Limits(max_connections=None), trust_env=False
+                timeout=httpx.Timeout(self._timeout, read=None),
+                limits=httpx.Limits(max_connections=None),
+                trust_env=False,
             )
             self._loop.run_forever()
             self._loop.run_until_complete(self._end(self._client))
