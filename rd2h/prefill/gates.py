@@ -1,4 +1,7 @@
-"""Gates: which storage slots Prefill may not overwrite yet, and who keeps it from doing so.
+"""Gates: which memory Prefill may not overwrite yet, and who keeps it from doing so.
+
+Memory is asked for by storage slot, which is all of a layer's cache, or by block, for an engine
+that can tell which blocks a step will write.
 
 The one piece of state that the compute thread and the sender's threads share, under a lock of
 its own that is held for dictionary operations only. A hold is taken by the compute thread
@@ -11,7 +14,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 __all__ = ["Gates", "Hold", "WaitTimeoutError"]
@@ -31,11 +34,14 @@ class Hold:
         slots: The storage slots of the layer.
         layer_name: The layer that the batch announces.
         endpoint: The Decode rank that must answer.
+        blocks: Lists of the block ids that it announces, of main KV and indexers alike: an engine
+            that asks by block hands them out of one pool.
     """
 
     slots: frozenset[int]
     layer_name: str
     endpoint: str
+    blocks: Sequence[Sequence[int]] = ()
 
     def __str__(self) -> str:
         return f"{self.layer_name} at {self.endpoint}"
@@ -63,16 +69,16 @@ class Gates:
     def release(self, hold: Hold) -> None:
         """Let go of a batch's slots; releasing a hold twice changes nothing."""
         with self._changed:
-            opened = False
+            released = False
             for slot in hold.slots:
                 holders = self._holds.get(slot)
-                if holders is None:
+                if holders is None or hold not in holders:
                     continue
-                holders.discard(hold)
+                released = True
+                holders.remove(hold)
                 if not holders:
                     del self._holds[slot]
-                    opened = True
-            if opened:
+            if released:
                 self._changed.notify_all()
 
     def fail(self, fault: BaseException) -> None:
@@ -105,13 +111,20 @@ class Gates:
         Raises:
             WaitTimeoutError: at the deadline.
         """
+        return self._wait(lambda: self._holders(slots), timeout, what)
+
+    def wait_blocks(self, blocks: frozenset[int], timeout: float, what: str) -> float:
+        """As `wait`, for the batches that announce any of ``blocks``, whatever their layers."""
+        return self._wait(lambda: self._readers(blocks), timeout, what)
+
+    def _wait(self, find: Callable[[], set[Hold]], timeout: float, what: str) -> float:
         with self._changed:
             self._raise_fault()
-            if not self._holders(slots):
+            if not find():
                 return 0.0
             start = self._clock()
             next_word = start + self._progress_interval
-            while holders := self._holders(slots):
+            while holders := find():
                 now = self._clock()
                 if now - start >= timeout:
                     raise WaitTimeoutError(
@@ -133,6 +146,15 @@ class Gates:
     def _holders(self, slots: frozenset[int] | None) -> set[Hold]:
         wanted = self._holds.keys() if slots is None else slots & self._holds.keys()
         return {hold for slot in wanted for hold in self._holds[slot]}
+
+    def _readers(self, blocks: frozenset[int]) -> set[Hold]:
+        if not blocks or not self._holds:
+            return set()
+        return {
+            hold
+            for hold in self._holders(None)
+            if not all(blocks.isdisjoint(ids) for ids in hold.blocks)
+        }
 
     def _raise_fault(self) -> None:
         if self._fault is not None:

@@ -146,7 +146,11 @@ class Sender:
         self._check()
         slots = self._slots.slots_of(task.layer_name)
         announcements = [
-            Announcement(Hold(slots, task.layer_name, endpoint), batch, encode_message(batch))
+            Announcement(
+                Hold(slots, task.layer_name, endpoint, _source_blocks(batch)),
+                batch,
+                encode_message(batch),
+            )
             for endpoint, batch in task.batches.items()
         ]
         for announcement in announcements:
@@ -170,6 +174,23 @@ class Sender:
             LayerSendError, SenderBrokenError: as `submit` does.
         """
         return self._wait(self._slots.slots_of(layer_name), timeout, f"layer {layer_name}")
+
+    def wait_blocks(self, blocks: frozenset[int], timeout: float | None = None) -> float:
+        """Block until nobody reads any of these blocks, of whatever layer; as `wait` otherwise.
+
+        For an engine that writes a layer before it asks: it can ask for a whole step, by block.
+
+        Args:
+            blocks: Block ids that are about to be overwritten.
+            timeout: Seconds; the options' ``wait_timeout`` if None.
+        """
+        self._check()
+        waited = self._gates.wait_blocks(
+            blocks, self._timeout(timeout), f"a step that writes {len(blocks)} blocks"
+        )
+        self.stats.gate_wait += waited
+        self._check()
+        return waited
 
     def drain(self, timeout: float | None = None) -> float:
         """Block until every batch so far is answered or has failed; as `wait` otherwise."""
@@ -232,11 +253,13 @@ class Sender:
 
     def _wait(self, slots: frozenset[int] | None, timeout: float | None, what: str) -> float:
         self._check()
-        limit = self._options.wait_timeout if timeout is None else timeout
-        waited = self._gates.wait(slots, limit, what)
+        waited = self._gates.wait(slots, self._timeout(timeout), what)
         self.stats.gate_wait += waited
         self._check()
         return waited
+
+    def _timeout(self, timeout: float | None) -> float:
+        return self._options.wait_timeout if timeout is None else timeout
 
     def _hand_on(self, items: Sequence[Item], event: DeviceEvent | None) -> None:
         """To the socket thread, once the event has come and in the order of the calls."""
@@ -285,6 +308,16 @@ class Sender:
                 broken = SenderBrokenError(f"{threading.current_thread().name} has failed: {error}")
                 broken.__cause__ = error
                 self._gates.fail(broken)
+
+
+def _source_blocks(batch: ReadReadyBatch) -> list[list[int]]:
+    """The lists of source block ids of a batch; they are looked into only if somebody waits."""
+    return [
+        ids
+        for request in batch.read_reqs
+        for ids in (request.main_block_ids, request.indexer_block_ids)
+        if ids
+    ]
 
 
 class _Now:

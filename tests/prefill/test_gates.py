@@ -67,6 +67,40 @@ def test_a_waiting_thread_is_woken_by_the_release() -> None:
     assert len(waited) == 1
 
 
+def test_blocks_are_waited_for_only_while_a_batch_announces_one_of_them() -> None:
+    gates = Gates()
+    first = Hold(frozenset([0]), "layer.0", "tcp://d:1", [[3, 4], [9]])
+    second = Hold(frozenset([0, 1]), "layer.1", "tcp://d:2", [[4, 5]])
+    gates.hold(first)
+    gates.hold(second)
+    for free in ((), (1, 2), (6,)):
+        assert gates.wait_blocks(frozenset(free), 0.0, "a step") == 0.0
+    for taken, holder in ((3, "layer.0 at tcp://d:1"), (9, "layer.0 at"), (5, "layer.1 at")):
+        with pytest.raises(WaitTimeoutError, match=f"a step waited 0 s .* {holder}"):
+            gates.wait_blocks(frozenset([taken, 1]), 0.0, "a step")
+    gates.release(first)
+    assert gates.wait_blocks(frozenset([3, 9]), 0.0, "a step") == 0.0
+    with pytest.raises(WaitTimeoutError):
+        gates.wait_blocks(frozenset([4]), 0.0, "a step")
+
+
+def test_who_waits_for_blocks_is_woken_while_others_keep_the_slot_shut() -> None:
+    gates = Gates()
+    first = Hold(frozenset([0]), "layer.0", "tcp://d:1", [[1]])
+    second = Hold(frozenset([0]), "layer.0", "tcp://d:2", [[2]])
+    gates.hold(first)
+    gates.hold(second)
+    waited: list[float] = []
+    thread = threading.Thread(
+        target=lambda: waited.append(gates.wait_blocks(frozenset([1]), 30.0, "a step"))
+    )
+    thread.start()
+    gates.release(first)
+    thread.join(10.0)
+    assert len(waited) == 1
+    assert gates.holders() == {second}
+
+
 def test_a_long_wait_says_so_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     times = iter([0.0, 0.0, 6.0, 12.0, 100.0])
     gates = Gates(clock=lambda: next(times), progress_interval=5.0)

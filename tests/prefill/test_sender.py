@@ -18,6 +18,7 @@ from rd2h.prefill import (
     SenderBrokenError,
     SenderClosedError,
     SenderOptions,
+    WaitTimeoutError,
 )
 from rd2h.prefill import loop as loop_module
 from rd2h.prefill import sender as sender_module
@@ -102,6 +103,26 @@ def test_gates_are_shut_when_submit_returns_and_open_with_the_last_answer(site: 
         if shut:
             assert is_shut(prefill, 1)
     prefill.sender.wait("layer.1")
+
+
+def test_a_step_waits_for_whoever_reads_a_block_that_it_writes(site: Site) -> None:
+    prefill, decode = site.prefill(options=PATIENT), site.scripted_decode()
+    prefill.submit(0, decode.endpoint, ask("a", [1, 2]))
+    prefill.submit(1, decode.endpoint, ask("a", [1, 2]))
+    assert prefill.sender.wait_blocks(frozenset([3]), 0.0) == 0.0
+    with pytest.raises(WaitTimeoutError, match="a step that writes 2 blocks waited"):
+        prefill.sender.wait_blocks(frozenset([2, 3]), 0.0)
+    peer, _ = decode.greet()
+    decode.hear_batch()
+    decode.say(peer, ReadDone(0))
+    prefill.sender.wait("layer.0")
+    with pytest.raises(WaitTimeoutError, match=r"layer\.1 at"):
+        prefill.sender.wait_blocks(frozenset([1]), 0.0)
+    decode.hear_batch()
+    decode.say(peer, ReadDone(1))
+    before = prefill.sender.stats.gate_wait
+    waited = prefill.sender.wait_blocks(frozenset([1]))
+    assert prefill.sender.stats.gate_wait == before + waited
 
 
 def test_unknown_layer_is_refused_and_shuts_nothing(site: Site) -> None:
