@@ -55,12 +55,13 @@ class PrefillStep(KVConnectorMetadata):
     """One step of Prefill.
 
     Attributes:
-        computes: Whether the step computes anything, and so writes KV.
+        written: Blocks that the step is the first to write for the request that has them now. Of
+            whoever had them before, Decode may still be reading.
         requests: What it completes.
         finished: External ids of requests that are over on Prefill since the last step.
     """
 
-    computes: bool
+    written: frozenset[int]
     requests: tuple[AnnouncedRequest, ...]
     finished: tuple[str, ...]
 

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
@@ -52,12 +53,15 @@ class PrefillScheduler:
         # Every request that was ever handed over and is not over: internal to Decode's id.
         self._ext_ids: dict[str, str] = {}
         self._finished: list[str] = []
+        self._allocated: dict[str, BlockIds] = {}  # since the last step, by internal id
 
-    def allocated(self, request: Request) -> None:
+    def allocated(self, request: Request, blocks: KVCacheBlocks) -> None:
         """Blocks are allocated for a request that begins, or resumes after preemption.
 
-        The blocks themselves come with the step's schedule.
+        What is computed into them comes with the step's schedule.
         """
+        if ids := blocks.get_block_ids(allow_none=True):
+            self._allocated[request.request_id] = self._setup.groups.split(ids)
         if request.request_id in self._ext_ids:
             return
         advertisement = _advertisement(request)
@@ -86,14 +90,22 @@ class PrefillScheduler:
         )
 
     def step(self, output: SchedulerOutput) -> PrefillStep:
-        """What the step that ``output`` schedules completes; forgets what it has told."""
-        announced = [
-            request
-            for request_id, computed in self._follow(output)
-            if (request := self._announce(request_id, computed)) is not None
-        ]
+        """What the step of ``output`` writes and completes; forgets what it has told."""
+        written: set[int] = set()
+        announced: list[AnnouncedRequest] = []
+        for request_id, computed, fresh in self._follow(output):
+            self._allocated.pop(request_id, None)
+            written.update(fresh.main, fresh.indexer)
+            if request_id in self._prompts:
+                end = computed + output.num_scheduled_tokens.get(request_id, 0)
+                if (request := self._announce(request_id, end)) is not None:
+                    announced.append(request)
+        # What is not scheduled yet is being loaded by another connector, beside the steps.
+        for loaded in self._allocated.values():
+            written.update(loaded.main, loaded.indexer)
+        self._allocated.clear()
         finished, self._finished = tuple(self._finished), []
-        return PrefillStep(output.total_num_scheduled_tokens > 0, tuple(announced), finished)
+        return PrefillStep(frozenset(written), tuple(announced), finished)
 
     def finished(self, request: Request) -> None:
         """A request is over in vLLM, whether it was handed over, in part, or aborted.
@@ -110,6 +122,7 @@ class PrefillScheduler:
             "prompts": len(self._prompts),
             "ext_ids": len(self._ext_ids),
             "finished": len(self._finished),
+            "allocated": len(self._allocated),
         }
 
     def _endpoint(self, advertisement: Advertisement) -> DecodeEndpoint:
@@ -125,29 +138,45 @@ class PrefillScheduler:
         rank_port(advertisement.remote_port, size - 1, size)
         return DecodeEndpoint(advertisement.remote_host, advertisement.remote_port, size)
 
-    def _follow(self, output: SchedulerOutput) -> Iterator[tuple[str, int]]:
-        """Take over block ids; give each tracked request that is scheduled and its progress.
+    def _follow(self, output: SchedulerOutput) -> Iterator[tuple[str, int, BlockIds]]:
+        """Go through what is scheduled, and take over the block ids of tracked prompts.
 
         Yields:
-            The internal id, and the prompt's tokens that are computed when the step is over.
+            The internal id, the tokens that were computed before this step, and the blocks of the
+            request that this step is the first to write.
         """
         split = self._setup.groups.split
-        scheduled = output.num_scheduled_tokens
         for new in output.scheduled_new_reqs:
-            if (prompt := self._prompts.get(new.req_id)) is not None:
-                prompt.blocks = split(new.block_ids)
-                yield new.req_id, new.num_computed_tokens + scheduled.get(new.req_id, 0)
+            blocks = split(new.block_ids)
+            self._take(new.req_id, blocks)
+            yield new.req_id, new.num_computed_tokens, self._beyond(blocks, new.num_computed_tokens)
         cached = output.scheduled_cached_reqs
-        for request_id, blocks, computed in zip(
+        for request_id, block_ids, computed in zip(
             cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
         ):
-            if (prompt := self._prompts.get(request_id)) is None:
+            if block_ids is None:
+                yield request_id, computed, BlockIds([], [])
                 continue
+            blocks = split(block_ids)
             if request_id in cached.resumed_req_ids:
-                prompt.blocks = split(blocks or ())
-            elif blocks is not None:
-                prompt.blocks.extend(split(blocks))
-            yield request_id, computed + scheduled.get(request_id, 0)
+                self._take(request_id, blocks)
+                blocks = self._beyond(blocks, computed)
+            elif (prompt := self._prompts.get(request_id)) is not None:
+                prompt.blocks.extend(blocks)
+            yield request_id, computed, blocks
+
+    def _take(self, request_id: str, blocks: BlockIds) -> None:
+        """These are all blocks of a request; what it had before is not its any more."""
+        if (prompt := self._prompts.get(request_id)) is not None:
+            prompt.blocks = BlockIds(list(blocks.main), list(blocks.indexer))
+
+    def _beyond(self, blocks: BlockIds, computed: int) -> BlockIds:
+        """The blocks without those that hold nothing but computed tokens."""
+        groups = self._setup.groups
+        return BlockIds(
+            blocks.main[computed // groups.main_block_size :],
+            blocks.indexer[computed // groups.indexer_block_size :],
+        )
 
     def _announce(self, request_id: str, computed: int) -> AnnouncedRequest | None:
         prompt, groups = self._prompts[request_id], self._setup.groups

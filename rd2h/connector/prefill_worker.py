@@ -4,14 +4,16 @@ All methods are called by vLLM on the compute thread. What goes on beside it is 
 (:mod:`rd2h.prefill`).
 
 **When memory may be overwritten.** vLLM frees a request's blocks as soon as the request is over on
-P or preempted, and the next step may write them. The gates keep it from doing so, in two places:
+P or preempted, and the next step may write them. What keeps it from doing so depends on when the
+engine asks:
 
-* before a layer is written, `wait_for_layer` waits for the storage slots of that layer. That is
-  enough for an engine that calls it before it writes (vllm-ascend), and it lets a step begin while
-  Decode still reads the layers of the one before;
-* vLLM itself writes a layer's KV *before* its ``wait_for_layer_load``. There, `begin` waits before
-  the step for whatever Decode still reads. That costs the time in which Decode reads the last
-  layers of the step before; the others were read while later ones were computed.
+* vllm-ascend calls ``wait_for_layer_load`` before it writes a layer: there, `wait_for_layer`
+  waits for the storage slots of that layer, which layers may share. A step begins while Decode
+  still reads the layers of the one before.
+* vLLM itself writes a layer's KV *before* it calls that. There, `prepare` waits before the step,
+  for those who read a block that the step is going to write. vLLM hands out free blocks in the
+  order in which they were freed, so that is seldom anybody; a Decode engine that does not answer
+  holds up nobody before its blocks' turn has come.
 """
 
 from __future__ import annotations
@@ -86,24 +88,40 @@ class PrefillWorker:
         """Counters since the start."""
         return self._sender.stats
 
-    def begin(self, step: PrefillStep) -> None:
-        """A step is about to run.
+    def prepare(self, step: PrefillStep) -> None:
+        """Block until a step may write its blocks; again for the same step, it costs nothing.
 
         Raises:
             LayerSendError: Something was lost and the policy is to raise.
             WaitTimeoutError: Decode has not answered in time.
         """
+        if self._writes_before_wait:
+            self._sender.wait_blocks(step.written)
+
+    def begin(self, step: PrefillStep) -> None:
+        """A step is about to run; waits and raises as `prepare` does."""
         for ext_id in step.finished:
             self._sender.forget(ext_id)
         self._requests = step.requests
         self._ahead = set(self._layers) if step.requests else set()
-        if step.computes and self._writes_before_wait:
-            self._sender.drain()
+        self.prepare(step)
 
     def wait_for_layer(self, layer_name: str) -> None:
-        """Block until a layer's memory may be overwritten; raises as `begin` does.
+        """The engine asks for a layer's memory; blocks and raises as `wait_for_slots` does.
+
+        Where `prepare` has waited for the whole step, there is nothing left to wait for.
+        """
+        if not self._writes_before_wait:
+            self.wait_for_slots(layer_name)
+
+    def wait_for_slots(self, layer_name: str) -> None:
+        """Block until the memory of a layer, of all its blocks, may be overwritten.
 
         A layer without a cache of its own has nothing to wait for.
+
+        Raises:
+            LayerSendError: Something was lost and the policy is to raise.
+            WaitTimeoutError: Decode has not answered in time.
         """
         if layer_name in self._layers:
             self._sender.wait(layer_name)
