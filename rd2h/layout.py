@@ -309,7 +309,8 @@ def check_compatible(prefill: LayerLayout, decode: LayerLayout) -> None:
             raise LayoutMismatchError(
                 f"layer {name}: bytes per block of the {_role(index, main_count)} tensor: "
                 f"prefill {_bytes(sent)}, decode {_bytes(wanted)}; use the same --block-size "
-                f"and --kv-cache-dtype on both engines"
+                f"and --kv-cache-dtype on both engines, and the same --tensor-parallel-size if "
+                f"the model's KV heads are split over TP ranks (all but MLA)"
             )
 
 

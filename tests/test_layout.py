@@ -246,7 +246,14 @@ def test_equal_block_bytes_are_compatible() -> None:
         ),
         (
             replace(DECODE, main=(DECODE.main[0], tensor(0, 72))),
-            ["main 1 tensor", "prefill 72", "decode 64", "--block-size", "--kv-cache-dtype"],
+            [
+                "main 1 tensor",
+                "prefill 72",
+                "decode 64",
+                "--block-size",
+                "--kv-cache-dtype",
+                "--tensor-parallel-size",
+            ],
         ),
         (
             replace(DECODE, indexer=None, scale=None),
