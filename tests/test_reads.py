@@ -107,6 +107,8 @@ def block_moves(
             ids, start = request.main_block_ids, request.main_start_block
             owners = deal(start, len(ids), scope.tp_size)
             for offset, block in enumerate(ids):
+                if start + offset < destination.cached_main_blocks:
+                    continue
                 if not scope.main_shared or owners[offset] == scope.tp_rank:
                     target = int(destination.main_block_ids[start + offset])
                     for theirs, ours in zip(remote.main, local.main, strict=True):
@@ -115,6 +117,8 @@ def block_moves(
             ids, start = request.indexer_block_ids, request.indexer_start_block
             owners = deal(start, len(ids), batch.tp_ratio)
             for offset, block in enumerate(ids):
+                if start + offset < destination.cached_indexer_blocks:
+                    continue
                 if owners[offset] == batch.group_member_idx:
                     target = int(destination.indexer_block_ids[start + offset])
                     for theirs, ours in zip(remote.indexed, local.indexed, strict=True):
@@ -550,3 +554,131 @@ def test_a_destination_refuses_what_is_no_block_id(bad: object) -> None:
         RequestDestination("a", ids, [])
     with pytest.raises(ReadPlanError, match=r"request a: .*indexer destination block id"):
         RequestDestination("a", [], ids)
+
+
+# --- blocks that hold the cached prefix already -----------------------------------------------
+
+
+def cached(ids: list[int], main: int, indexer: int | None = None) -> dict[str, RequestDestination]:
+    """A request with some blocks of its prefix in the cache."""
+    destination = RequestDestination(
+        "a",
+        ids,
+        ids,
+        cached_main_blocks=main,
+        cached_indexer_blocks=main if indexer is None else indexer,
+    )
+    return {"a": destination}
+
+
+ONE_TENSOR = (layout(1 << 44, (8,), None), layout(1 << 45, (8,), 100))
+
+
+def targets(plan: ReadPlan) -> dict[int, int]:
+    """Destination to source block, of layouts with one tensor of 8 bytes a block."""
+    return {
+        (here - (1 << 45)) // 8 + block: (there - (1 << 44)) // 8 + block
+        for here, there, length in segments(plan)
+        for block in range(length // 8)
+    }
+
+
+@pytest.mark.parametrize(
+    ("start", "announced", "held", "moved"),
+    [
+        (0, [1, 2, 3], 0, {20: 1, 30: 2, 40: 3}),
+        (0, [1, 2, 3], 1, {30: 2, 40: 3}),  # a peer that knows nothing of the prefix
+        (1, [2, 3], 1, {30: 2, 40: 3}),  # one that does
+        (1, [2, 3], 2, {40: 3}),
+        (2, [3], 1, {40: 3}),  # all of it lies beyond
+        (0, [1, 2, 3], 3, {}),
+        (0, [1, 2], 3, {}),
+        (1, [2], 9, {}),
+    ],
+)
+def test_blocks_of_the_cached_prefix_are_passed_over(
+    start: int, announced: list[int], held: int, moved: dict[int, int]
+) -> None:
+    batch = announce(entry("a", announced, [], start=start))
+    plan = plan_reads(batch, *ONE_TENSOR, cached([20, 30, 40], held), ALONE)
+    assert targets(plan) == moved
+
+
+def test_main_and_indexer_have_prefixes_of_their_own() -> None:
+    batch = announce(entry("a", [1, 2, 3], [4, 5, 6]))
+    for main, indexer in ((1, 2), (2, 1), (0, 3), (3, 0)):
+        plan = plan_reads(batch, REMOTE, LOCAL, cached([20, 30, 40], main, indexer), ALONE)
+        # Two tensors of main KV, with 12 bytes a block together, and 2 bytes of the indexer.
+        assert plan.total_bytes == (3 - main) * 12 + (3 - indexer) * 2
+
+
+def test_which_rank_pulls_a_block_hangs_on_what_was_announced_not_on_the_prefix() -> None:
+    batch = announce(entry("a", [1, 2, 3, 4, 5], [], start=1))
+    ids = [10, 20, 30, 40, 50, 60]
+    found: list[dict[int, int]] = []
+    for held in (0, 3):
+        shares = [
+            targets(plan_reads(batch, *ONE_TENSOR, cached(ids, held), PullScope(rank, 2, True)))
+            for rank in range(2)
+        ]
+        found += shares
+    # Rank 1 is first at position 1, and takes three of five.
+    assert found[:2] == [{50: 4, 60: 5}, {20: 1, 30: 2, 40: 3}]
+    assert found[2:] == [{50: 4, 60: 5}, {40: 3}]
+
+
+def test_a_block_of_the_prefix_may_be_shared_with_another_request() -> None:
+    both = known(b=[20, 50]) | cached([20, 30], 1)
+    batch = announce(entry("a", [1, 2], []), entry("b", [3, 4], []))
+    assert targets(plan_reads(batch, *ONE_TENSOR, both, ALONE)) == {30: 2, 20: 3, 50: 4}
+
+
+def test_a_source_of_the_prefix_is_not_looked_at() -> None:
+    batch = announce(entry("a", [2**64 - 1, 2], []))
+    assert targets(plan_reads(batch, *ONE_TENSOR, cached([20, 30], 1), ALONE)) == {30: 2}
+
+
+@pytest.mark.parametrize("counts", [(-1, 0), (0, -1)])
+def test_a_count_of_cached_blocks_is_not_negative(counts: tuple[int, int]) -> None:
+    with pytest.raises(ReadPlanError, match=r"request a: .* are said to be cached"):
+        RequestDestination(
+            "a", [1], [1], cached_main_blocks=counts[0], cached_indexer_blocks=counts[1]
+        )
+
+
+@settings(deadline=None, max_examples=100)
+@given(data=st.data())
+def test_prefixes_as_the_slow_planner_passes_them_over(data: st.DataObject) -> None:
+    size = data.draw(st.integers(1, 4), "ranks")
+    ratio = data.draw(st.integers(1, 3), "members")
+    requests = data.draw(prompts(1), "requests")
+    destinations, entries = {}, []
+    for index, prompt in enumerate(requests):
+        destinations[str(index)] = RequestDestination(
+            str(index),
+            prompt.main_target,
+            prompt.indexer_target,
+            cached_main_blocks=data.draw(st.integers(0, POOL), "main cached"),
+            cached_indexer_blocks=data.draw(st.integers(0, POOL), "indexer cached"),
+        )
+        main, indexer = prompt.main_steps[0], prompt.indexer_steps[0]
+        entries.append(
+            ReadRequest(
+                str(index),
+                prompt.main_source[main:],
+                prompt.indexer_source[indexer:],
+                main,
+                indexer,
+            )
+        )
+    shared = data.draw(st.booleans(), "shared")
+    for rank in range(size):
+        for member in range(ratio):
+            batch = announce(*entries, member=member, ratio=ratio)
+            scope = PullScope(rank, size, shared)
+            plan = plan_reads(batch, REMOTE, LOCAL, destinations, scope)
+            expected, before = obvious_segments(
+                block_moves(batch, REMOTE, LOCAL, destinations, scope)
+            )
+            assert segments(plan) == expected
+            assert plan.segments_before == before
