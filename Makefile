@@ -51,8 +51,8 @@ test: lint browser ## every check and every test, with coverage
 	$(BIN)/pytest --cov
 
 .PHONY: test-fast
-test-fast: $(VLLM) ## the tests that spawn nothing; under a minute
-	$(BIN)/pytest -m 'not slow'
+test-fast: $(VLLM) ## the tests that spawn nothing and need no vLLM; under a minute
+	$(BIN)/pytest -m 'not slow' --ignore=tests/connector --ignore=tests/serving
 
 .PHONY: demo
 demo: $(STAMP) ## move a DeepSeek-V3.2-shaped cache between real processes, and check every byte
