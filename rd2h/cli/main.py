@@ -2,7 +2,7 @@
 
 ``rd2h --help`` needs typer alone: a sub-command's file imports nothing but typer at its top, and
 what it runs inside its function. To add one, write ``rd2h/cli/<name>.py`` with a function of that
-name, and put it into `COMMANDS`.
+name, or a `typer.Typer` of that name for one with commands of its own, and put it into `COMMANDS`.
 """
 
 import sys
@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 import rd2h
+from rd2h.cli.check.command import check
 from rd2h.cli.demo.command import demo
 from rd2h.cli.inspect.command import inspect
 from rd2h.cli.proxy import proxy
@@ -19,7 +20,7 @@ from rd2h.cli.proxy import proxy
 __all__ = ["COMMANDS", "app", "main"]
 
 # In the order of `rd2h --help`.
-COMMANDS: tuple[Callable[..., None], ...] = (demo, proxy, inspect)
+COMMANDS: tuple[Callable[..., None] | typer.Typer, ...] = (demo, check, proxy, inspect)
 
 app = typer.Typer(
     name="rd2h",
@@ -29,7 +30,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 for command in COMMANDS:
-    app.command()(command)
+    if isinstance(command, typer.Typer):
+        app.add_typer(command)
+    else:
+        app.command()(command)
 
 
 def _version(wanted: bool) -> None:
