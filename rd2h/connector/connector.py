@@ -12,7 +12,7 @@ A call for another half does nothing: vLLM makes the same calls on either side.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -43,7 +43,7 @@ from rd2h.connector.prefill_worker import PrefillWorker
 from rd2h.connector.rendezvous import Metaservers
 from rd2h.connector.setup import EngineSetup
 from rd2h.connector.stats import TransferMetrics, TransferStats, counters_of
-from rd2h.destinations import CacheTensors, paged_destination
+from rd2h.destinations import check_prefill_platform, decode_destination
 from rd2h.devices import device_for
 from rd2h.engines import EngineBinding, TransferEngine, create_engine
 from rd2h.engines.binding import EngineRole
@@ -126,7 +126,7 @@ class SfaRemoteD2HConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         """Blocks are allocated: D asks for the prompt, P begins to follow it."""
         if self._prefill_scheduler is not None:
-            self._prefill_scheduler.allocated(request)
+            self._prefill_scheduler.allocated(request, blocks)
         if self._decode_scheduler is not None:
             self._decode_scheduler.allocated(request, blocks, num_external_tokens)
 
@@ -177,6 +177,12 @@ class SfaRemoteD2HConnector(KVConnectorBase_V1, SupportsHMA):
         """The engine's cache is there: expose it (P), or listen for what goes into it (D)."""
         rank = get_tensor_model_parallel_rank()
         platform = current_platform.device_type
+        # Before anything is started that would have to be ended again.
+        destination = None
+        if self._setup.side == "prefill":
+            check_prefill_platform(platform)
+        else:
+            destination = decode_destination(platform, kv_caches, self._setup.num_blocks, rank)
         index = _device_index(kv_caches)
         device = device_for(platform, index)
         setup = self._setup
@@ -189,13 +195,20 @@ class SfaRemoteD2HConnector(KVConnectorBase_V1, SupportsHMA):
             binding=EngineBinding(role, index, setup.host) if backend == "memfabric" else None,
             enter_thread=device.enter_thread,
         )
-        if setup.side == "prefill":
+        if destination is None:
             self._prefill_worker = PrefillWorker(
                 setup, rank, engine, device, kv_caches, writes_before_wait=platform != "npu"
             )
         else:
-            destination = paged_destination(kv_caches, setup.num_blocks)
             self._decode_worker = DecodeWorker(setup, rank, engine, destination)
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        """P: block until Decode has read what the step is about to overwrite.
+
+        vLLM calls it before anything of a step is written, in every step.
+        """
+        if self._prefill_worker is not None and isinstance(kv_connector_metadata, PrefillStep):
+            self._prefill_worker.prepare(kv_connector_metadata)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """A step begins."""
@@ -291,7 +304,7 @@ class SfaRemoteD2HConnector(KVConnectorBase_V1, SupportsHMA):
             layer_idx: The layer's place in the model, of those with a cache.
         """
         if self._prefill_worker is not None:
-            self._prefill_worker.wait_for_layer(self._prefill_worker.layer_name(layer_idx))
+            self._prefill_worker.wait_for_slots(self._prefill_worker.layer_name(layer_idx))
 
     def wait_for_layer_reuse(self, layer_idx: int) -> None:
         """P: block until the buffers that a layer is about to overwrite may be.
@@ -352,9 +365,13 @@ def _backend(wanted: str, platform: str) -> str:
     return {"npu": "memfabric", "cuda": "nixl"}.get(platform, "host")
 
 
-def _device_index(kv_caches: Mapping[str, CacheTensors]) -> int:
-    """The number of the device that holds the caches; 0 on a CPU."""
+def _device_index(kv_caches: Mapping[str, torch.Tensor | Sequence[torch.Tensor | None]]) -> int:
+    """The number of the device that holds the caches; 0 on a CPU.
+
+    With sparse KV offload a layer's tensors are on the device, on the host, or not there (None).
+    """
     for registered in kv_caches.values():
-        tensor = registered if isinstance(registered, torch.Tensor) else registered[0]
-        return tensor.device.index or 0
+        for tensor in [registered] if isinstance(registered, torch.Tensor) else registered:
+            if tensor is not None and tensor.device.index is not None:
+                return tensor.device.index
     return 0

@@ -69,8 +69,10 @@ class DecodeWorker:
         self._loading: dict[str, Loading] = {}  # by external id
         engine.register(destination.regions)
         port = rank_port(setup.base_port, tp_rank, setup.tp_size)
+        # Every interface; an address of IPv6 is reached on a socket of that family only.
+        interface = "[::]" if ":" in setup.host else "*"
         self._receiver = Receiver(
-            f"tcp://*:{port}",
+            f"tcp://{interface}:{port}",
             destination.layers,
             PullScope(tp_rank, setup.tp_size, destination.main_shared),
             engine,

@@ -16,8 +16,8 @@ _SHARED_NAME = "SfaRemoteD2HConnector"
 
 
 def register() -> None:
-    """Register ``Rd2hConnector``, and the shared name if nobody else owns it. Idempotent."""
-    names = ["Rd2hConnector"]
+    """Register rd2h's own names, and the shared one if nobody else owns it. Idempotent."""
+    names = ["Rd2hConnector", "Rd2hMultiConnector"]
     if find_spec("vllm_ascend") is None:
         names.append(_SHARED_NAME)
     for name in names:

@@ -13,7 +13,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     SupportsHMA,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiKVConnectorMetadata
 from vllm.forward_context import ForwardContext
 from vllm.v1.attention.backend import AttentionMetadata
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -22,6 +21,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request
 
 from rd2h.connector import Rd2hMultiConnector
+from rd2h.connector.multi import MultiStep
 from tests.connector.engine import kv_config, vllm_config
 
 Waiter = Callable[[int], None]
@@ -168,5 +168,6 @@ def save(multi: Rd2hMultiConnector, layer_name: str) -> None:
     multi.save_kv_layer(layer_name, torch.empty(0), AttentionMetadata())
 
 
-def metadata(number: int) -> MultiKVConnectorMetadata:
-    return MultiKVConnectorMetadata(tuple(KVConnectorMetadata() for _ in range(number)))
+def step(number: int, *, loads: bool = True) -> MultiStep:
+    """A step of ``number`` connectors, in which a sibling has got blocks to load into, or not."""
+    return MultiStep(tuple(KVConnectorMetadata() for _ in range(number)), sibling_loads=loads)

@@ -19,8 +19,8 @@ from tests.connector.siblings import (
     Reuser,
     Sink,
     config,
-    metadata,
     save,
+    step,
     worker,
 )
 
@@ -75,22 +75,22 @@ def test_two_connectors_of_one_class_are_each_asked_once(calls: list[str]) -> No
 # ------------------------------------------------------------------------ before siblings load
 
 
-def test_a_step_waits_for_every_layer_before_a_sibling_may_load(calls: list[str]) -> None:
+def test_a_step_waits_for_every_layer_before_a_sibling_loads(calls: list[str]) -> None:
     multi = worker(Plain, Provider)
     multi.register_kv_caches({"m.0.attn": torch.empty(0), "m.0.indexer.k": torch.empty(0)})
-    multi.bind_connector_metadata(metadata(2))
+    multi.bind_connector_metadata(step(2))
     # One wait for each layer of main KV: that is how places are counted.
     assert calls == ["plain bind", "provider bind", "provider reuse 0"]
 
 
-@pytest.mark.parametrize("order", [(Provider,), (Provider, Sink), (Plain,)])
-def test_a_step_waits_for_nobody_where_no_sibling_loads_unasked(
-    calls: list[str], order: tuple[type[Plain], ...]
+@pytest.mark.parametrize(("order", "loads"), [((Provider, Plain), False), ((Provider, Sink), True)])
+def test_a_step_waits_for_nobody_if_no_sibling_loads_or_it_waits_itself(
+    calls: list[str], order: tuple[type[Plain], ...], loads: bool
 ) -> None:
     multi = worker(*order)
     multi.register_kv_caches({"m.0.attn": torch.empty(0)})
     calls.clear()
-    multi.bind_connector_metadata(metadata(len(order)))
+    multi.bind_connector_metadata(step(2, loads=loads))
     assert not any("reuse" in call or "load" in call for call in calls)
 
 

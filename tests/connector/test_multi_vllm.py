@@ -18,9 +18,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
     MultiKVConnectorMetadata,
     MultiKVConnectorStats,
 )
+from vllm.v1.core.sched.output import SchedulerOutput
 
 from rd2h.connector import OptionError, Rd2hMultiConnector, SfaRemoteD2HConnector
 from rd2h.connector.metadata import PrefillStep
+from rd2h.connector.multi import MultiStep
 from rd2h.connector.plugin import register
 from rd2h.connector.stats import TransferStats
 from tests.connector.engine import (
@@ -49,6 +51,12 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 class Cache(Hooked):
     """A sibling that has the first block of every prompt."""
+
+    hits: ClassVar[int] = BLOCK
+
+
+class Loader(Provider):
+    """A provider that loads: it needs nobody to keep it from its own memory."""
 
     hits: ClassVar[int] = BLOCK
 
@@ -82,6 +90,27 @@ def test_prefill_hands_over_also_what_a_sibling_has_loaded(
         assert request.main_block_ids == made.blocks(request_id)[0]
         assert len(request.main_block_ids) == 3
     assert any("alloc" in call for call in calls)
+
+
+@pytest.mark.parametrize(("chosen", "loads"), [(Cache, True), (Loader, False), (Plain, False)])
+def test_workers_are_told_when_a_sibling_has_got_blocks_to_load_into(
+    calls: list[str], chosen: type[KVConnectorBase_V1], loads: bool
+) -> None:
+    with engine("kv_producer", config=config(chosen, SfaRemoteD2HConnector)) as made:
+        made.add("a", tokens(3 * BLOCK))
+        told = [made.step().output.kv_connector_metadata for _ in range(2)]
+    assert all(isinstance(one, MultiStep) for one in told)
+    assert [isinstance(one, MultiStep) and one.sibling_loads for one in told] == [loads, False]
+    del calls
+
+
+def test_workers_get_all_that_vllm_tells_several_connectors(calls: list[str]) -> None:
+    multi = worker(Hooked, Provider, role=KVConnectorRole.SCHEDULER)
+    multi._extra_async_saves = {"a": 1}
+    made = multi.build_connector_meta(SchedulerOutput.make_empty())
+    assert (len(made.metadata), made.extra_async_saves) == (2, {"a": 1})
+    assert multi.build_connector_meta(SchedulerOutput.make_empty()).extra_async_saves is None
+    del calls
 
 
 def test_failures_of_decode_reach_vllm_by_request(
