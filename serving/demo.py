@@ -20,10 +20,12 @@ from random import SystemRandom
 from types import FrameType
 from typing import NoReturn
 
+import httpx
 from rich.console import Console
 from rich.table import Table
 
 from serving.checkpoint import write_checkpoint
+from serving.client import RequestFailedError
 from serving.deployment import Deployment, DeploymentOptions, with_rd2h
 from serving.launcher import Launcher, ServingError
 from serving.options import VllmOptions
@@ -98,6 +100,7 @@ def run(launcher: Launcher, options: Options, folder: Path, models: Path, say: S
     Raises:
         ServingError: A server did not start.
         RequestFailedError: A server refused a request.
+        httpx.TransportError: A server did not answer.
     """
     shape = MLA if options.mla else LLAMA
     model = write_checkpoint(models / ("mla" if options.mla else "llama"), shape)
@@ -198,8 +201,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         say("interrupted; everything is stopped")
         return 130
-    except ServingError as error:
-        console.print(f"[bold red]FAILED[/]: {error}")
+    except (ServingError, RequestFailedError, httpx.TransportError) as error:
+        console.print("FAILED:", str(error) or type(error).__name__, markup=False)
         return 1
     report(console, result)
     return 1 if result.error else 0

@@ -114,8 +114,8 @@ def _become_server(order: Order) -> None:
 
 
 def _take(log: str, environment: Mapping[str, str]) -> None:
-    """Make the forked process one of its own: session, output, environment, signals."""
-    os.setsid()
+    """Make the forked process one of its own: group, output, environment, signals."""
+    os.setpgid(0, 0)
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)
@@ -173,6 +173,10 @@ def _serve(orders: BinaryIO, notices: int) -> Order | None:
                     os.close(number)
                 _take(order.log, order.environment)
                 return order
+            # Here as well: from now on the group can be killed, however far the child is. It
+            # cannot be done any more if the child is another program by now.
+            with contextlib.suppress(PermissionError):
+                os.setpgid(pid, pid)
             servers.add(pid)
             say(Born(pid))
 
