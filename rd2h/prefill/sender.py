@@ -88,7 +88,7 @@ class _Pending:
 class Sender:
     """Tells Decode ranks which layers are ready, and Prefill which memory is free again.
 
-    All methods are for the compute thread.
+    All methods are for the compute thread; the waits may be called from any other one, too.
 
     Args:
         session: What the transfer engine publishes of this rank's memory.
@@ -276,8 +276,12 @@ class Sender:
 
     def _check(self) -> None:
         self._check_alive()
-        if self._failures and self._options.failure_policy == "raise":
-            raise self._failures.popleft()
+        if self._options.failure_policy == "raise":
+            try:
+                failure = self._failures.popleft()
+            except IndexError:
+                return  # nothing has failed, or another thread has just raised it
+            raise failure
 
     def _on_release(self, release: Release) -> None:
         self._gates.release(release.hold)
