@@ -10,6 +10,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -173,7 +174,8 @@ class Server(ABC):
     def _terminate(self, process: Process) -> None:
         """Ask the process to end: its first one only, which ends the others in their order."""
         if process.code is None:
-            os.kill(process.pid, signal.SIGTERM)
+            with suppress(ProcessLookupError):  # it has just ended, and nobody has told us yet
+                os.kill(process.pid, signal.SIGTERM)
 
     def _running(self) -> Process:
         if self._process is None:
