@@ -48,7 +48,9 @@ browser:
 
 .PHONY: test
 test: lint browser ## every check and every test, with coverage
-	$(BIN)/pytest --cov
+	$(BIN)/pytest --cov --ignore=tests/serving
+	# Without coverage, which would slow vLLM's servers down and sees nothing new in them.
+	$(BIN)/pytest tests/serving
 
 .PHONY: test-fast
 test-fast: $(VLLM) ## the tests that spawn nothing and need no vLLM; under a minute
