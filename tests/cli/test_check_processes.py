@@ -26,8 +26,8 @@ pytestmark = pytest.mark.slow
 
 RD2H = [sys.executable, "-m", "rd2h"]
 ENVIRONMENT = os.environ | {"COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"}
-SMALL = ("--sizes", "5000,1M", "--rounds", "2", "--timeout", "20")
-LONG = ("--sizes", "1M", "--patterns", "random", "--rounds", "1000", "--timeout", "15")
+SMALL = ("--sizes", "5000,1M", "--rounds", "2", "--timeout", "30")
+LONG = ("--sizes", "1M", "--patterns", "random", "--rounds", "1000", "--timeout", "25")
 
 Process = subprocess.Popen[str]
 

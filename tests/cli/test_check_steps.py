@@ -83,7 +83,7 @@ def test_a_step_that_hangs_is_reported_from_outside() -> None:
 
 def test_a_step_that_ends_is_not_watched_any_more() -> None:
     before = threading.active_count()
-    steps = Steps(Side.DECODE, 0.01, unexpected, grace=0.05)
+    steps = Steps(Side.DECODE, 5.0, unexpected, grace=5.0)
     for _ in range(50):
         with steps.step(Step.READ):
             pass
