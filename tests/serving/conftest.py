@@ -14,11 +14,11 @@ import pytest
 from serving.checkpoint import LLAMA, write_checkpoint
 from serving.launcher import Launcher
 from serving.servers import VllmOptions, VllmServer, start_all
+from tests.serving.logs import LogWatch, running, watched
 
 pytest.register_assert_rewrite("tests.serving.waiting", "tests.serving.world")
 
 from tests.serving.world import (  # noqa: E402 (after what makes its assertions speak)
-    LogWatch,
     Prompts,
     Reference,
     Site,
@@ -26,8 +26,6 @@ from tests.serving.world import (  # noqa: E402 (after what makes its assertions
     decode_server,
     prefill_server,
     proxy_of,
-    running,
-    watched,
 )
 
 _TAIL = 60

@@ -7,7 +7,6 @@ the tampering connector, so that one and the same server shows what is right and
 
 from __future__ import annotations
 
-import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ from serving.launcher import Launcher
 from serving.metrics import Metrics
 from serving.ports import free_ports
 from serving.servers import KvTransfer, ProxyServer, Server, VllmOptions, VllmServer, stop_all
+from tests.serving.logs import watched
 from tests.serving.orders import Orders
 from tests.serving.waiting import eventually
 
@@ -31,7 +31,6 @@ __all__ = [
     "SIZES",
     "TOKENS",
     "Decode",
-    "LogWatch",
     "Prompts",
     "Reference",
     "Site",
@@ -39,10 +38,8 @@ __all__ = [
     "decode_server",
     "prefill_server",
     "proxy_of",
-    "running",
     "tokens_of",
     "until_ready",
-    "watched",
 ]
 
 SIZES = (1, 15, 16, 17, 127, 128, 129, 900)
@@ -345,56 +342,3 @@ def until_ready(proxy: ProxyServer) -> None:
 def tokens_of(answer: Answer) -> list[tuple[int, ...]]:
     """The tokens of all choices, in the order of prompts."""
     return [choice.tokens for choice in sorted(answer.choices, key=lambda choice: choice.index)]
-
-
-_ERROR = re.compile(
-    r"\bERROR\b|\bCRITICAL\b|Traceback \(most recent call last\)|request \S+ failed:"
-)
-_HARMLESS = re.compile(r"WARNING .*base\.py:\d+\] Traceback")  # no tokenizer, no chat template
-
-
-_WATCHED: list[Sequence[Server]] = []
-
-
-@contextmanager
-def watched(servers: Sequence[Server]) -> Iterator[None]:
-    """Watch the logs of servers in every test of the block."""
-    _WATCHED.append(servers)
-    try:
-        yield
-    finally:
-        _WATCHED.remove(servers)
-
-
-def running() -> list[Server]:
-    """All servers that are watched now."""
-    return [server for servers in _WATCHED for server in servers]
-
-
-class LogWatch:
-    """What servers have logged since it was made."""
-
-    def __init__(self, servers: Sequence[Server]) -> None:
-        self._from = {server: _size(server.log) for server in servers}
-
-    def new(self, server: Server) -> str:
-        """All that a server has logged."""
-        if not server.log.exists():
-            return ""
-        with server.log.open("rb") as log:
-            log.seek(self._from.get(server, 0))
-            return log.read().decode(errors="replace")
-
-    def errors(self, server: Server, expected: Sequence[str]) -> list[str]:
-        """Lines that speak of errors which nobody expects."""
-        return [
-            line
-            for line in self.new(server).splitlines()
-            if _ERROR.search(line)
-            and not _HARMLESS.search(line)
-            and not any(re.search(pattern, line) for pattern in expected)
-        ]
-
-
-def _size(log: Path) -> int:
-    return log.stat().st_size if log.exists() else 0
