@@ -6,11 +6,11 @@ time from sending a request to its first token, and requests a second with 8 in 
 is compared with that of a single server, which is in the table too: what it takes is the prompt
 itself.
 
-NIXL's progress threads keep a core busy in each of NixlConnector's two servers, at rest too and
-whatever `num_threads` says. So these servers are stopped when it is not their turn, and what each
-takes at rest is a figure of its own. On a machine of two cores these threads leave the model little
-in their own turns: the ratios say more about that than about the transfer, and those of a machine
-with cores to spare are closer to 1.
+NIXL's UCX thread keeps a core busy in each of NixlConnector's two servers, at rest too and with
+`num_threads` 0 or 1 as well. So these servers are stopped when it is not their turn, and what
+each takes at rest is a figure of its own. On a machine of two cores these threads leave the model
+little in their own turns: the ratios there say more about that than about the transfer. They say
+nothing about a machine with cores to spare, where nobody has measured.
 
 rd2h is measured twice: through ``rd2h proxy``, as a site runs it, and with this program as its
 metaserver, which is as few hops as NixlConnector's hand-off gets here. The difference is the proxy.
