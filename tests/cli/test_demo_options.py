@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -14,7 +13,6 @@ from rd2h.cli.demo.options import (
     Fault,
     OptionError,
     Sabotage,
-    available_memory,
     check_options,
 )
 from rd2h.cli.demo.plan import check_memory
@@ -79,19 +77,6 @@ def test_a_run_that_does_not_fit_is_refused_with_both_values() -> None:
     check_memory(options, 6 << 30)
     with pytest.raises(OptionError, match=r"about 2\.\d GiB .* and 1\.0 GiB are available; lower"):
         check_memory(options, 1 << 30)
-
-
-def test_the_container_limits_memory_too(tmp_path: Path) -> None:
-    (tmp_path / "proc").mkdir()
-    (tmp_path / "proc/meminfo").write_text("MemTotal: 9 kB\nMemAvailable:    4096 kB\n")
-    assert available_memory(tmp_path) == 4 << 20
-    cgroup = tmp_path / "sys/fs/cgroup"
-    cgroup.mkdir(parents=True)
-    (cgroup / "memory.max").write_text("max\n")
-    (cgroup / "memory.current").write_text("1000\n")
-    assert available_memory(tmp_path) == 4 << 20
-    (cgroup / "memory.max").write_text("5000\n")
-    assert available_memory(tmp_path) == 4000
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import FrameType
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
@@ -25,6 +21,7 @@ from rd2h.cli.check.options import (
     parse_sizes,
     size_text,
 )
+from rd2h.cli.process import terminate_as_interrupt
 
 if TYPE_CHECKING:
     from rd2h.cli.check.failures import Failure
@@ -196,7 +193,7 @@ def _serve(options: PrefillOptions) -> bool:
     )
     try:
         server = PrefillServer(options, service, steps)
-        with _terminate_as_interrupt():
+        with terminate_as_interrupt():
             try:
                 lines.listening(server.port)
                 server.serve()
@@ -255,17 +252,3 @@ def _end_now() -> NoReturn:
     """End the process from a thread while another one hangs in native code."""
     sys.stdout.flush()
     os._exit(1)
-
-
-@contextmanager
-def _terminate_as_interrupt() -> Iterator[None]:
-    """Let SIGTERM end everything as Ctrl-C does."""
-
-    def interrupt(_signal: int, _frame: FrameType | None) -> NoReturn:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -15,7 +15,7 @@ import numpy as np
 
 from rd2h.cli.check.content import Bytes
 from rd2h.cli.check.options import MemoryName
-from rd2h.cli.demo.options import available_memory
+from rd2h.cli.process import available_memory
 from rd2h.devices import device_for
 from rd2h.engines import MemoryRegion
 

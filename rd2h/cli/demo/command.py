@@ -5,11 +5,7 @@ Needs typer alone until it runs; the defaults are those of `DemoOptions`.
 
 from __future__ import annotations
 
-import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import FrameType
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
 
@@ -19,9 +15,9 @@ from rd2h.cli.demo.options import (
     Fault,
     OptionError,
     Sabotage,
-    available_memory,
     check_options,
 )
+from rd2h.cli.process import available_memory, terminate_as_interrupt
 
 __all__ = ["demo"]
 
@@ -136,7 +132,7 @@ def _run(options: DemoOptions, json: bool, verbose: bool) -> bool:
     progress: Progress
     progress = Silent() if json else Bars(console) if console.is_terminal else Lines(console)
     try:
-        with _terminate_as_interrupt():
+        with terminate_as_interrupt():
             result = run_demo(plan, progress, verbose=verbose)
     except DemoError as error:
         result = RunResult(options, error=str(error))
@@ -157,17 +153,3 @@ def _check_engine(options: DemoOptions) -> None:
         create_engine(options.engine).close()
     except EngineUnavailableError as error:
         raise OptionError(f"--engine {options.engine}: {error}") from None
-
-
-@contextmanager
-def _terminate_as_interrupt() -> Iterator[None]:
-    """Let SIGTERM end everything as Ctrl-C does."""
-
-    def interrupt(_signal: int, _frame: FrameType | None) -> NoReturn:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from pathlib import Path
 
 from rd2h.topology import TopologyError, TpMapping
 
@@ -17,7 +16,6 @@ __all__ = [
     "Fault",
     "OptionError",
     "Sabotage",
-    "available_memory",
     "check_options",
 ]
 
@@ -166,25 +164,6 @@ def check_options(options: DemoOptions) -> None:
         2 * options.block_size
     ):
         raise OptionError("--sabotage swap needs two blocks in the first chunk")
-
-
-def available_memory(root: Path = Path("/")) -> int:
-    """Return how much memory new processes may take, in bytes: the host's and the container's.
-
-    Args:
-        root: Where ``proc`` and ``sys`` are.
-    """
-    free = 0
-    for line in (root / "proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            free = int(line.split()[1]) * 1024
-    cgroup = root / "sys/fs/cgroup"
-    try:
-        limit = (cgroup / "memory.max").read_text().strip()
-        used = int((cgroup / "memory.current").read_text())
-    except (OSError, ValueError):
-        return free
-    return free if limit == "max" else max(0, min(free, int(limit) - used))
 
 
 def _within(options: DemoOptions, name: str, least: int, most: int) -> None:
