@@ -1,9 +1,8 @@
 """What Prefill's memory holds, and how that is recognised. Pure; any thread may call.
 
 The content is a function of the seed and the offset: its 64-bit words are a mix of both
-(splitmix64, one to one), so that no two words of a memory are equal, and data from any other place
-is found. NumPy's own generators are not used: their streams may change from release to release, and
-the two ends need not have the same.
+(:mod:`rd2h.cli.mixing`), so that no two words of a memory are equal, and data from any other place
+is found. The two ends need not have the same NumPy.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from rd2h.cli.mixing import MASK, mix
 from rd2h.engines import UInt64Array
 
 __all__ = ["CANARY", "PIECE", "Bytes", "content", "digest", "mixed"]
@@ -27,20 +27,15 @@ PIECE = 1 << 20
 """Bytes that are made or compared at a time: what a cache holds."""
 
 _WORD = 8
-_MASK = (1 << 64) - 1
-_STEPS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))
 
 
 def mixed(seed: int, first: int, count: int) -> UInt64Array:
     """The words ``first`` to ``first + count`` of a seed: all different, little-endian."""
     # The golden ratio keeps the words of neighbouring seeds apart.
-    start = (seed * 0x9E3779B97F4A7C15 + first) & _MASK
+    start = (seed * 0x9E3779B97F4A7C15 + first) & MASK
     words = np.arange(count, dtype="<u8")
     words += np.uint64(start)
-    for shift, factor in _STEPS:
-        words ^= words >> np.uint64(shift)
-        words *= np.uint64(factor)
-    return words
+    return mix(words)
 
 
 def content(seed: int, offset: int, length: int) -> Bytes:

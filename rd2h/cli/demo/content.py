@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from rd2h.cli.demo.options import MAX_BLOCKS, MAX_LAYERS, MAX_REQUESTS
 from rd2h.cli.demo.shape import Tensor
+from rd2h.cli.mixing import MASK, STEPS, mix
 
 __all__ = ["UNTOUCHED", "BlockContent", "Origin", "Words", "block_keys"]
 
@@ -24,9 +25,6 @@ Words: TypeAlias = NDArray[np.uint64]
 
 UNTOUCHED = np.uint64(0xA55A_0FF0_C33C_9669)
 """Every word of Decode's memory that nothing was read into."""
-
-_MASK = (1 << 64) - 1
-_STEPS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))  # splitmix64's last part
 
 # Where each part of an origin lies in the number that is mixed.
 _TENSOR_BITS = 2
@@ -57,7 +55,7 @@ def block_keys(
     """Return the keys of one request's blocks of one tensor, shape ``[positions]``."""
     packed = positions.astype(np.uint64) << np.uint64(_POSITION_SHIFT)
     packed |= np.uint64(layer << _LAYER_SHIFT | request << _REQUEST_SHIFT | int(tensor))
-    return _mix(packed ^ np.uint64(_mix_one(seed)))
+    return mix(packed ^ np.uint64(_mix_one(seed)))
 
 
 class BlockContent:
@@ -70,9 +68,7 @@ class BlockContent:
 
     def __init__(self, seed: int, words: int) -> None:
         self._seed_mix = _mix_one(seed)
-        self._table = _mix(
-            np.arange(1, words + 1, dtype=np.uint64) + np.uint64(self._seed_mix >> 1)
-        )
+        self._table = mix(np.arange(1, words + 1, dtype=np.uint64) + np.uint64(self._seed_mix >> 1))
         self._scratch = np.empty(words, np.uint64)
 
     def write(self, block: Words, key: np.uint64) -> None:
@@ -110,24 +106,16 @@ class BlockContent:
         )
 
 
-def _mix(values: Words) -> Words:
-    """Mix 64-bit words, in place; one to one."""
-    for shift, factor in _STEPS:
-        values ^= values >> np.uint64(shift)
-        values *= np.uint64(factor)
-    return values
-
-
 def _mix_one(value: int) -> int:
-    for shift, factor in _STEPS:
-        value = (value ^ value >> shift) * factor & _MASK
+    for shift, factor in STEPS:
+        value = (value ^ value >> shift) * factor & MASK
     return value
 
 
 def _unmix_one(value: int) -> int:
     """The inverse of `_mix_one`."""
-    for shift, factor in reversed(_STEPS):
-        value = value * pow(factor, -1, 1 << 64) & _MASK
+    for shift, factor in reversed(STEPS):
+        value = value * pow(factor, -1, 1 << 64) & MASK
         shifted = value
         while shifted := shifted >> shift:
             value ^= shifted
