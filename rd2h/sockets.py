@@ -26,6 +26,7 @@ __all__ = [
     "drain_monitor",
     "new_socket",
     "payload_of",
+    "tcp_address",
 ]
 
 T = TypeVar("T")
@@ -106,6 +107,17 @@ class MonitorEvent:
 
     event: int
     endpoint: str
+
+
+def tcp_address(host: str, port: int) -> str:
+    """Write ZMQ's address of a TCP port; an IPv6 address goes into brackets, if it has none.
+
+    Args:
+        host: Name or address; ``*`` and ``::`` are every address of this machine.
+        port: TCP port.
+    """
+    bare = ":" in host and not host.startswith("[")
+    return f"tcp://[{host}]:{port}" if bare else f"tcp://{host}:{port}"
 
 
 def new_socket(

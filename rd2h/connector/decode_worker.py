@@ -19,6 +19,7 @@ from rd2h.decode import Outcome, Receiver, ReceiverStats
 from rd2h.destinations import Destination
 from rd2h.engines import TransferEngine
 from rd2h.reads import PullScope, RequestDestination
+from rd2h.sockets import tcp_address
 from rd2h.topology import rank_port
 
 __all__ = ["DecodeWorker", "Ended"]
@@ -70,9 +71,9 @@ class DecodeWorker:
         engine.register(destination.regions)
         port = rank_port(setup.base_port, tp_rank, setup.tp_size)
         # Every interface; an address of IPv6 is reached on a socket of that family only.
-        interface = "[::]" if ":" in setup.host else "*"
+        interface = "::" if ":" in setup.host else "*"
         self._receiver = Receiver(
-            f"tcp://{interface}:{port}",
+            tcp_address(interface, port),
             destination.layers,
             PullScope(tp_rank, setup.tp_size, destination.main_shared),
             engine,

@@ -21,9 +21,9 @@ from rd2h.cli.check.messages import (
     encode,
     from_prefill,
 )
-from rd2h.sockets import drain_monitor, new_socket
+from rd2h.sockets import drain_monitor, new_socket, tcp_address
 
-__all__ = ["Control", "reach", "tcp_address"]
+__all__ = ["Control", "reach"]
 
 _LOST = (
     zmq.EVENT_DISCONNECTED
@@ -36,11 +36,6 @@ _LAST_WORDS_MS = 200
 """How long an answer may need from libzmq's thread when the connection's end is known already."""
 _NEVER_MS = 86_400_000
 _RETRY = 0.1
-
-
-def tcp_address(host: str, port: int) -> str:
-    """Write a ZMQ address; IPv6 goes into brackets."""
-    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
 def reach(host: str, port: int, *, timeout: float, wait: float) -> tuple[str, str]:

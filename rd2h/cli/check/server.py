@@ -11,7 +11,6 @@ import time
 
 import zmq
 
-from rd2h.cli.check.control import tcp_address
 from rd2h.cli.check.failures import CheckFailed, Step
 from rd2h.cli.check.messages import (
     MAX_BYTES,
@@ -24,7 +23,13 @@ from rd2h.cli.check.messages import (
 from rd2h.cli.check.options import PrefillOptions
 from rd2h.cli.check.service import PrefillService
 from rd2h.cli.check.steps import Steps
-from rd2h.sockets import MESSAGES_AT_A_TIME, LimitedLog, new_socket, payload_of
+from rd2h.sockets import (
+    MESSAGES_AT_A_TIME,
+    LimitedLog,
+    new_socket,
+    payload_of,
+    tcp_address,
+)
 
 __all__ = ["PrefillServer"]
 
