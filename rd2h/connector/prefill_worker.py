@@ -20,7 +20,8 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 from rd2h.connector.metadata import AnnouncedRequest, PrefillStep
 from rd2h.connector.setup import EngineSetup
@@ -29,12 +30,23 @@ from rd2h.devices import Device
 from rd2h.engines import TransferEngine
 from rd2h.layout import LayerLayout
 from rd2h.prefill import LayerTask, Sender, SenderStats
+from rd2h.sockets import tcp_address
 from rd2h.topology import TpMapping, rank_port
 from rd2h.wire import ReadReadyBatch, ReadRequest
 
 __all__ = ["PrefillWorker"]
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Listener:
+    """A Decode rank that this rank feeds as member ``member`` of ``ratio``."""
+
+    address: str
+    member: int
+    ratio: int
+    requests: list[AnnouncedRequest]
 
 
 class PrefillWorker:
@@ -73,7 +85,7 @@ class PrefillWorker:
         self._places = {name: place for place, name in enumerate(self._names)}
         engine.register(regions_of(self._layers.values()))
         self._sender = Sender(engine.session, self._layers, setup.options.sender())
-        self._requests: tuple[AnnouncedRequest, ...] = ()
+        self._audience: list[_Listener] = []  # of this step
         self._ahead: set[str] = set()  # layers of this step that are not announced yet
         logger.info(
             "Prefill rank %d exposes %d layers of %d blocks as %s",
@@ -102,7 +114,7 @@ class PrefillWorker:
         """A step is about to run; waits and raises as `prepare` does."""
         for ext_id in step.finished:
             self._sender.forget(ext_id)
-        self._requests = step.requests
+        self._audience = self._listeners(step.requests)
         self._ahead = set(self._layers) if step.requests else set()
         self.prepare(step)
 
@@ -152,7 +164,7 @@ class PrefillWorker:
             self._ahead.clear()
         for layer_name in sorted(self._ahead, key=self._places.__getitem__):
             self.written(layer_name)
-        self._requests = ()
+        self._audience = []
 
     def layer_name(self, place: int) -> str:
         """The name of a layer by its index: its place in the model, of those with a cache.
@@ -171,50 +183,44 @@ class PrefillWorker:
         finally:
             self._engine.close()
 
-    def _batches(self, layer_name: str, *, last: bool) -> dict[str, ReadReadyBatch]:
-        """What to say of a layer, by the Decode rank that this rank feeds."""
-        has_indexer = self._layers[layer_name].indexer is not None
-        reads: dict[tuple[str, TpMapping], list[ReadRequest]] = {}
-        done: dict[tuple[str, TpMapping], list[str]] = {}
-        for request in self._requests:
+    def _listeners(self, requests: Iterable[AnnouncedRequest]) -> list[_Listener]:
+        """The Decode ranks that this rank feeds in a step, and what each of them awaits."""
+        awaited: dict[tuple[str, TpMapping], list[AnnouncedRequest]] = {}
+        for request in requests:
             end = request.endpoint
             mapping = TpMapping(self._setup.tp_size, end.tp_size)
             port = rank_port(end.base_port, mapping.decode_rank(self._tp_rank), end.tp_size)
-            to = (f"tcp://{_bracketed(end.host)}:{port}", mapping)
-            read_reqs = reads.setdefault(to, [])
-            indexer = request.indexer_block_ids if has_indexer else []
-            if request.main_block_ids or indexer:
-                read_reqs.append(
-                    ReadRequest(
-                        request.ext_id,
-                        request.main_block_ids,
-                        indexer,
-                        request.main_start,
-                        request.indexer_start if has_indexer else 0,
-                    )
-                )
-            if last and request.done:
-                done.setdefault(to, []).append(request.ext_id)
+            awaited.setdefault((tcp_address(end.host, port), mapping), []).append(request)
+        return [
+            _Listener(address, mapping.member(self._tp_rank), mapping.ratio, theirs)
+            for (address, mapping), theirs in awaited.items()
+        ]
+
+    def _batches(self, layer_name: str, *, last: bool) -> dict[str, ReadReadyBatch]:
+        """What to say of a layer, by the Decode rank that this rank feeds."""
+        has_indexer = self._layers[layer_name].indexer is not None
         place = self._places[layer_name]
-        return {
-            to[0]: ReadReadyBatch(
-                place,
-                layer_name,
-                read_reqs,
-                done.get(to, []),
-                to[1].member(self._tp_rank),
-                to[1].ratio,
-            )
-            for to, read_reqs in reads.items()
-            if read_reqs or done.get(to)
-        }
+        batches: dict[str, ReadReadyBatch] = {}
+        for listener in self._audience:
+            read_reqs = [
+                ReadRequest(
+                    request.ext_id,
+                    request.main_block_ids,
+                    request.indexer_block_ids if has_indexer else [],
+                    request.main_start,
+                    request.indexer_start if has_indexer else 0,
+                )
+                for request in listener.requests
+                if request.main_block_ids or (has_indexer and request.indexer_block_ids)
+            ]
+            done = [request.ext_id for request in listener.requests if last and request.done]
+            if read_reqs or done:
+                batches[listener.address] = ReadReadyBatch(
+                    place, layer_name, read_reqs, done, listener.member, listener.ratio
+                )
+        return batches
 
 
 def _in_order(name: str) -> list[tuple[int, str]]:
     """A key that sorts layer 10 behind layer 9."""
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in name.split(".")]
-
-
-def _bracketed(host: str) -> str:
-    """A host as it stands in an endpoint: an IPv6 address needs brackets."""
-    return f"[{host}]" if ":" in host and not host.startswith("[") else host
