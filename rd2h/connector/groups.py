@@ -16,10 +16,9 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from rd2h.connector.options import OptionError
+from rd2h.destinations import is_indexer
 
 __all__ = ["BlockIds", "CacheGroups"]
-
-INDEXER_MARK = "indexer"
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,7 @@ class CacheGroups:
                         f"layer {name}: its cache is a {type(spec).__name__}; rd2h hands over "
                         f"full attention, MLA and sparse attention only"
                     )
-                places["indexer" if INDEXER_MARK in name else "main"].add(index)
+                places["indexer" if is_indexer(name) else "main"].add(index)
         for role, indices in places.items():
             if len(indices) > 1:
                 raise OptionError(

@@ -30,7 +30,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
 )
 
 from rd2h.connector.connector import Rd2hConnector, SfaRemoteD2HConnector
-from rd2h.connector.groups import INDEXER_MARK
 from rd2h.connector.options import OptionError
 from rd2h.connector.providers import (
     CompletionProvider,
@@ -38,6 +37,7 @@ from rd2h.connector.providers import (
     SlotReleaseSink,
     WrittenHook,
 )
+from rd2h.destinations import is_indexer
 
 if TYPE_CHECKING:
     from vllm.v1.attention.backend import AttentionMetadata
@@ -130,7 +130,7 @@ class Rd2hMultiConnector(MultiConnector):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """The engine's cache is there."""
         super().register_kv_caches(kv_caches)
-        self._layers = sum(INDEXER_MARK not in layer_name for layer_name in kv_caches)
+        self._layers = sum(not is_indexer(layer_name) for layer_name in kv_caches)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """A step begins; no sibling loads into memory in it that a provider still needs.

@@ -8,7 +8,7 @@ from rd2h.destinations.destination import Destination, regions_of
 from rd2h.destinations.offload_manager import NoManagerError, SparseOffloadError
 from rd2h.destinations.paged import paged_destination
 from rd2h.destinations.sparse_offload import sparse_offload_destination
-from rd2h.destinations.tensors import CacheTensors, cache_layouts
+from rd2h.destinations.tensors import CacheTensors, cache_layouts, is_indexer
 
 __all__ = [
     "CacheTensors",
@@ -18,6 +18,7 @@ __all__ = [
     "cache_layouts",
     "check_prefill_platform",
     "decode_destination",
+    "is_indexer",
     "paged_destination",
     "regions_of",
     "sparse_offload_destination",

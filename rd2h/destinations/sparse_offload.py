@@ -28,7 +28,7 @@ from rd2h.destinations.offload_manager import (
     SparseOffloadManager,
     registered_manager,
 )
-from rd2h.destinations.tensors import INDEXER_MARK, CacheTensors, indexer_tensors
+from rd2h.destinations.tensors import CacheTensors, indexer_parent, indexer_tensors, is_indexer
 from rd2h.layout import LayerLayout, TensorLayout
 from rd2h.texts import listed
 
@@ -53,7 +53,7 @@ def sparse_offload_destination(
     """
     manager = registered_manager()
     pool = _pool(manager, num_blocks, tp_rank)
-    mains = [name for name in kv_caches if INDEXER_MARK not in name]
+    mains = [name for name in kv_caches if not is_indexer(name)]
     if odd := sorted(set(mains) ^ set(pool)):
         raise SparseOffloadError(
             f"{len(mains)} attention layers are registered and {len(pool)} are in vllm-ascend's "
@@ -73,7 +73,7 @@ def _owners(pool: Mapping[str, object], indexers: Mapping[str, object]) -> dict[
     """Each main layer's indexer: the one whose name is the same up to ``indexer``."""
     owners: dict[str, str] = {}
     for indexer in indexers:
-        parent = indexer[: indexer.index(INDEXER_MARK)]
+        parent = indexer_parent(indexer)
         mains = [name for name in pool if name.startswith(parent)]
         if len(mains) != 1:
             raise SparseOffloadError(

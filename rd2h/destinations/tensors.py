@@ -19,13 +19,22 @@ import torch
 
 from rd2h.layout import LayerLayout, LayoutError, TensorLayout
 
-__all__ = ["INDEXER_MARK", "CacheTensors", "cache_layouts", "indexer_tensors"]
+__all__ = ["CacheTensors", "cache_layouts", "indexer_parent", "indexer_tensors", "is_indexer"]
 
 CacheTensors: TypeAlias = torch.Tensor | Sequence[torch.Tensor]
 """What an engine registers for one layer."""
 
-INDEXER_MARK = "indexer"
-"""What a layer's name has in it if its cache is an indexer's."""
+_MARK = "indexer"
+
+
+def is_indexer(layer_name: str) -> bool:
+    """Whether a layer's cache is an indexer's, by its name."""
+    return _MARK in layer_name
+
+
+def indexer_parent(indexer: str) -> str:
+    """What the names of an indexer and of its attention layer begin with."""
+    return indexer[: indexer.index(_MARK)]
 
 
 def cache_layouts(kv_caches: Mapping[str, CacheTensors], num_blocks: int) -> dict[str, LayerLayout]:
@@ -45,7 +54,7 @@ def cache_layouts(kv_caches: Mapping[str, CacheTensors], num_blocks: int) -> dic
     layouts: dict[str, LayerLayout] = {}
     owners: dict[str, str] = {}
     for name, registered in kv_caches.items():
-        if INDEXER_MARK in name:
+        if is_indexer(name):
             continue
         tensors = _paged(name, registered, num_blocks)
         if len(tensors) > 4:
@@ -55,7 +64,7 @@ def cache_layouts(kv_caches: Mapping[str, CacheTensors], num_blocks: int) -> dic
             )
         main, extra = tensors[:2], tensors[2:]
         for indexer in indexers:
-            if name.startswith(_parent(indexer)):
+            if name.startswith(indexer_parent(indexer)):
                 if extra or indexer in owners:
                     raise LayoutError(
                         f"layer {name}: indexer {indexer} belongs to it, but "
@@ -66,8 +75,8 @@ def cache_layouts(kv_caches: Mapping[str, CacheTensors], num_blocks: int) -> dic
         layouts[name] = LayerLayout(name, tuple(main), *extra)
     if lost := [name for name in indexers if name not in owners]:
         raise LayoutError(
-            f"indexer {lost[0]}: no attention layer's name begins with {_parent(lost[0])!r}; "
-            f"{len(layouts)} layers are registered"
+            f"indexer {lost[0]}: no attention layer's name begins with "
+            f"{indexer_parent(lost[0])!r}; {len(layouts)} layers are registered"
         )
     return layouts
 
@@ -82,7 +91,7 @@ def indexer_tensors(
     """
     indexers: dict[str, list[TensorLayout]] = {}
     for name, registered in kv_caches.items():
-        if INDEXER_MARK not in name:
+        if not is_indexer(name):
             continue
         indexers[name] = _paged(name, registered, num_blocks)
         if len(indexers[name]) > 2:
@@ -91,11 +100,6 @@ def indexer_tensors(
                 f"most one scale"
             )
     return indexers
-
-
-def _parent(indexer: str) -> str:
-    """What the names of an indexer and of its attention layer begin with."""
-    return indexer[: indexer.index(INDEXER_MARK)]
 
 
 def _paged(name: str, registered: CacheTensors, num_blocks: int) -> list[TensorLayout]:
