@@ -168,7 +168,7 @@ class PrefillScheduler:
     def _take(self, request_id: str, blocks: BlockIds) -> None:
         """These are all blocks of a request; what it had before is not its any more."""
         if (prompt := self._prompts.get(request_id)) is not None:
-            prompt.blocks = BlockIds(list(blocks.main), list(blocks.indexer))
+            prompt.blocks = blocks
 
     def _beyond(self, blocks: BlockIds, computed: int) -> BlockIds:
         """The blocks without those that hold nothing but computed tokens."""
