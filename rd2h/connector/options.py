@@ -50,16 +50,16 @@ class ConnectorOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """
 
     transfer_backend: TransferBackend = "auto"
-    prefill_failure_policy: FailurePolicy = "raise"
+    prefill_failure_policy: FailurePolicy = SenderOptions.failure_policy
     advertise_host: str | None = None
-    handshake_timeout: float = 30.0
-    answer_timeout: float = 120.0
-    wait_timeout: float = 180.0
-    read_threads: int = 16
+    handshake_timeout: float = SenderOptions.handshake_timeout
+    answer_timeout: float = SenderOptions.answer_timeout
+    wait_timeout: float = SenderOptions.wait_timeout
+    read_threads: int = ReceiverOptions.read_threads
     read_timeout: float = 30.0
-    park_timeout: float = 60.0
-    idle_timeout: float = 300.0
-    remember: float = 4 * 3600.0
+    park_timeout: float = ReceiverOptions.park_timeout
+    idle_timeout: float = ReceiverOptions.idle_timeout
+    remember: float = ReceiverOptions.remember
     rendezvous_timeout: float = 10.0
     shutdown_timeout: float = 5.0
 
