@@ -20,6 +20,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
@@ -173,7 +174,8 @@ class Sender:
             WaitTimeoutError: at the deadline; it says who did not answer.
             LayerSendError, SenderBrokenError: as `submit` does.
         """
-        return self._wait(self._slots.slots_of(layer_name), timeout, f"layer {layer_name}")
+        slots = self._slots.slots_of(layer_name)
+        return self._wait(partial(self._gates.wait, slots), timeout, f"layer {layer_name}")
 
     def wait_blocks(self, blocks: frozenset[int], timeout: float | None = None) -> float:
         """Block until nobody reads any of these blocks, of whatever layer; as `wait` otherwise.
@@ -184,17 +186,12 @@ class Sender:
             blocks: Block ids that are about to be overwritten.
             timeout: Seconds; the options' ``wait_timeout`` if None.
         """
-        self._check()
-        waited = self._gates.wait_blocks(
-            blocks, self._timeout(timeout), f"a step that writes {len(blocks)} blocks"
-        )
-        self.stats.gate_wait += waited
-        self._check()
-        return waited
+        what = f"a step that writes {len(blocks)} blocks"
+        return self._wait(partial(self._gates.wait_blocks, blocks), timeout, what)
 
     def drain(self, timeout: float | None = None) -> float:
         """Block until every batch so far is answered or has failed; as `wait` otherwise."""
-        return self._wait(None, timeout, "draining")
+        return self._wait(partial(self._gates.wait, None), timeout, "draining")
 
     def forget(self, ext_id: str) -> None:
         """A request is over on Prefill: nothing more will be announced for it.
@@ -251,15 +248,12 @@ class Sender:
 
     # -------------------------------------------------------------------------------- internals
 
-    def _wait(self, slots: frozenset[int] | None, timeout: float | None, what: str) -> float:
+    def _wait(self, wait: Callable[[float, str], float], timeout: float | None, what: str) -> float:
         self._check()
-        waited = self._gates.wait(slots, self._timeout(timeout), what)
+        waited = wait(self._options.wait_timeout if timeout is None else timeout, what)
         self.stats.gate_wait += waited
         self._check()
         return waited
-
-    def _timeout(self, timeout: float | None) -> float:
-        return self._options.wait_timeout if timeout is None else timeout
 
     def _hand_on(self, items: Sequence[Item], event: DeviceEvent | None) -> None:
         """To the socket thread, once the event has come and in the order of the calls."""
