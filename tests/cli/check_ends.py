@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -19,8 +19,9 @@ from rd2h.cli.check.result import CheckResult
 from rd2h.cli.check.server import PrefillServer
 from rd2h.cli.check.service import Outcome, PrefillService
 from rd2h.cli.check.steps import Steps
-from rd2h.engines import MemoryRegion, TransferEngine, UInt64Array
+from rd2h.engines import TransferEngine, UInt64Array
 from rd2h.engines.memory import MemoryEngine, MemoryFabric
+from tests.engines.forwarding import ForwardingEngine
 
 PREFILL = PrefillOptions("127.0.0.1", port=0, once=True, wait=20, timeout=10)
 DECODE = DecodeOptions(
@@ -47,7 +48,7 @@ def start_on(fabric: MemoryFabric) -> StartEngine:
     return start
 
 
-class Wrapped:
+class Wrapped(ForwardingEngine):
     """An engine that does something of the test's after each read, and counts what it is asked.
 
     Args:
@@ -58,17 +59,10 @@ class Wrapped:
     def __init__(
         self, engine: TransferEngine, after: Callable[[UInt64Array, UInt64Array], None]
     ) -> None:
-        self._engine = engine
+        super().__init__(engine)
         self._after = after
         self.reads = 0
         self.closed = False
-
-    @property
-    def session(self) -> str:
-        return self._engine.session
-
-    def register(self, regions: Sequence[MemoryRegion]) -> None:
-        self._engine.register(regions)
 
     def read(
         self,
@@ -77,16 +71,13 @@ class Wrapped:
         remote_addrs: UInt64Array,
         lengths: UInt64Array,
     ) -> None:
-        self._engine.read(session, local_addrs, remote_addrs, lengths)
+        super().read(session, local_addrs, remote_addrs, lengths)
         self.reads += 1
         self._after(local_addrs, lengths)
 
-    def forget(self, session: str) -> None:
-        self._engine.forget(session)
-
     def close(self) -> None:
         self.closed = True
-        self._engine.close()
+        super().close()
 
 
 @dataclass

@@ -44,6 +44,7 @@ from tests.cli.check_ends import (
     run_decode,
     start_on,
 )
+from tests.engines.forwarding import ForwardingEngine
 
 HELLO = Hello(release="1", host="10.0.0.9", machine="", engine=EngineName.AUTO)
 RUN = Run(4096, 4096, Pattern.RANDOM)
@@ -201,11 +202,11 @@ def test_memory_that_is_wrong_on_prefill_is_found(monkeypatch: pytest.MonkeyPatc
 # ------------------------------------------------------------------- what fails on the way
 
 
-class Broken:
+class Broken(ForwardingEngine):
     """An engine that fails where it is told to."""
 
     def __init__(self, fabric: MemoryFabric, where: str, error: Exception) -> None:
-        self._engine = MemoryEngine(fabric)
+        super().__init__(MemoryEngine(fabric))
         self._where = where
         self._error = error
 
@@ -216,11 +217,11 @@ class Broken:
     @property
     def session(self) -> str:
         self._maybe("session")
-        return self._engine.session
+        return super().session
 
     def register(self, regions: Sequence[MemoryRegion]) -> None:
         self._maybe("register")
-        self._engine.register(regions)
+        super().register(regions)
 
     def read(
         self,
@@ -230,13 +231,10 @@ class Broken:
         lengths: UInt64Array,
     ) -> None:
         self._maybe("read" if len(lengths) > 1 else "first read")
-        self._engine.read(session, local_addrs, remote_addrs, lengths)
-
-    def forget(self, session: str) -> None:
-        self._engine.forget(session)
+        super().read(session, local_addrs, remote_addrs, lengths)
 
     def close(self) -> None:
-        self._engine.close()
+        super().close()
         self._maybe("close")
 
 

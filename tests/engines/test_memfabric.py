@@ -34,19 +34,6 @@ from tests.engines.peers import PAGE, Buffer, Reader, in_thread, u64
 
 
 @pytest.fixture
-def fabric() -> FakeFabric:
-    return FakeFabric()
-
-
-@pytest.fixture
-def library(fabric: FakeFabric, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeMemFabric]:
-    library = FakeMemFabric(fabric)
-    monkeypatch.setitem(sys.modules, "memfabric_hybrid", library)
-    yield library
-    assert library.live is None
-
-
-@pytest.fixture
 def peer(fabric: FakeFabric) -> FakePeer:
     return FakePeer(fabric, 2 * PAGE, 1)
 

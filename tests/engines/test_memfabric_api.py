@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +11,6 @@ import pytest
 from rd2h.engines import EngineBinding, EngineError, create_engine
 from rd2h.engines import memfabric_api as api
 from tests.engines.memfabric_fake import DECODE, HOST, START, FakeFabric, FakeMemFabric, start_error
-
-
-@pytest.fixture
-def fabric() -> FakeFabric:
-    return FakeFabric()
-
-
-@pytest.fixture
-def library(fabric: FakeFabric, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeMemFabric]:
-    library = FakeMemFabric(fabric)
-    monkeypatch.setitem(sys.modules, "memfabric_hybrid", library)
-    yield library
-    assert library.live is None
 
 
 @pytest.fixture

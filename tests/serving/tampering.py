@@ -12,25 +12,19 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from rd2h.connector import SfaRemoteD2HConnector
-from rd2h.engines import MemoryRegion, TransferEngine, UInt64Array, create_engine
+from rd2h.engines import TransferEngine, UInt64Array, create_engine
+from tests.engines.forwarding import ForwardingEngine
 from tests.serving.orders import FOLDER_VARIABLE, Follower, Spoil
 
 __all__ = ["TamperingConnector", "TamperingEngine"]
 
 
-class TamperingEngine:
+class TamperingEngine(ForwardingEngine):
     """Hands everything on to a real engine, and follows the test's orders."""
 
     def __init__(self, engine: TransferEngine, follower: Follower) -> None:
-        self._engine = engine
+        super().__init__(engine)
         self._follower = follower
-
-    @property
-    def session(self) -> str:
-        return self._engine.session
-
-    def register(self, regions: Sequence[MemoryRegion]) -> None:
-        self._engine.register(regions)
 
     def read(
         self,
@@ -40,16 +34,10 @@ class TamperingEngine:
         lengths: UInt64Array,
     ) -> None:
         self._follower.wait()
-        self._engine.read(session, local_addrs, remote_addrs, lengths)
+        super().read(session, local_addrs, remote_addrs, lengths)
         spoil = self._follower.spoil()
         if spoil is not None and _spoil(spoil, local_addrs.tolist(), lengths.tolist()):
             self._follower.spoiled()
-
-    def forget(self, session: str) -> None:
-        self._engine.forget(session)
-
-    def close(self) -> None:
-        self._engine.close()
 
 
 def _spoil(spoil: Spoil, addresses: Sequence[int], lengths: Sequence[int]) -> bool:
